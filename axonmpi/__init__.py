@@ -78,7 +78,8 @@ from .fsdp import (
     ShardingStrategy,
 )
 from .groups.mesh import DeviceMesh
-from .groups.world import ProcessGroup, World
+from .groups.process_group import ProcessGroup
+from .groups.world import World
 from .interop import autoload
 from .launch.exit import REQUEUE_EXIT_CODE
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage

@@ -30,7 +30,8 @@ from torch.autograd import Function
 
 from .backends import check_tensor, wrap_dim
 from .errors import DtypeError
-from .groups.world import ProcessGroup, chosen_group
+from .groups.process_group import ProcessGroup
+from .groups.world import chosen_group
 from .types import ReduceOp
 from .utils.arguments import either_group_name
 from .utils.partition import split_sizes

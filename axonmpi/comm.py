@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import CommunicatorError
-from .groups.world import ProcessGroup, World, chosen_group, current_world, get_world
+from .groups.process_group import ProcessGroup
+from .groups.world import World, chosen_group, current_world, get_world
 from .types import ReduceOp, Seconds, Work
 from .utils.arguments import either_group_name, given_twice
 

@@ -16,8 +16,6 @@ from .files.tensor_file import TensorFile, lay_out
 from .parts.part import Part
 from .writing.plan import Share, joined, places_in, share_of
 
-__all__ = ["Agreed", "agree"]
-
 Parts = Mapping[str, Sequence[Part]]
 
 

@@ -11,8 +11,6 @@ from ..launch.exit import before_finalize
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 
-__all__ = ["Background"]
-
 _failed: set[Background] = set()  # whose errors nobody was told
 
 

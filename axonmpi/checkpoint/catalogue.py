@@ -19,8 +19,6 @@ from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
 from .parts.part import Part
 
-__all__ = ["Catalogue", "Specs", "agree_on", "digests_of", "merged", "without_repeated"]
-
 _DIGEST_BYTES = 16
 
 Specs = Mapping[str, Sequence[TensorSpec]]

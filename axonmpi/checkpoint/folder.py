@@ -39,8 +39,6 @@ from .files.lock import SUFFIX, Lock, lock_of
 from .loading import CheckpointInfo, load_checkpoint
 from .saving import save_checkpoint
 
-__all__ = ["CheckpointFolder"]
-
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_LOCK = re.compile(rf"\.(step-\d{{8,}}){re.escape(SUFFIX)}")

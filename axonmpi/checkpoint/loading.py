@@ -36,8 +36,6 @@ from .ranks import CheckpointRanks, ranks_of
 from .reading import check_blocks, read_parts
 from .saving import Stateful
 
-__all__ = ["CheckpointInfo", "load_checkpoint"]
-
 _MOST_NAMES = 20
 
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from ..groups.world import ProcessGroup, chosen_group
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group
 from ..launch.settings import stop_signal
 from ..launch.variables import job_end_time
 from ..types import ReduceOp, Seconds
 from ..utils.arguments import either_group_name, seconds
-
-__all__ = ["PreemptionGuard"]
 
 _LONGEST_MARGIN = 60.0
 _SHARE_OF_TIME = 0.1

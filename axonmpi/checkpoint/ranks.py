@@ -15,8 +15,6 @@ from ..groups.world import partition_group
 from .agreed import Agreed
 from .background import Background
 
-__all__ = ["CheckpointRanks", "ranks_of"]
-
 
 class CheckpointRanks:
     """Two groups that this rank is in; for one thread at a time.

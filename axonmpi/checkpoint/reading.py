@@ -32,8 +32,6 @@ from .parts.boxes import Box, boxes_of_range, strides_of
 from .parts.part import Part
 from .ranks import CheckpointRanks
 
-__all__ = ["WINDOW_BYTES", "check_blocks", "read_parts"]
-
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for elements that begin in it
 _MOST_BLOCKS = 64  # of a window

@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.agreement import check_same, raised_on_all
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
 from ..types import Work
@@ -26,8 +27,7 @@ from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.optimizer_hooks import parameters_of
 from .agreed import agree
 from .background import Background
-from .files.folders import STATE_FILE
-from .files.state_file import FORMAT, VERSION
+from .files.state_file import FORMAT, STATE_FILE, VERSION
 from .files.tensor_file import TensorFile, index_of
 from .files.values import encoded
 from .parts.model_parts import ModelParts, model_parts
@@ -38,8 +38,6 @@ from .ranks import CheckpointRanks, ranks_of
 from .writing.job import Job, write_checkpoint
 from .writing.plan import Share
 from .writing.snapshot import Snapshot
-
-__all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint", "texts_of", "versions_here"]
 
 MAX_FILE_SIZE = 50 * 10**9
 """Bytes of tensors in one file, as `transformers` has it."""

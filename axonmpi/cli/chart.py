@@ -23,8 +23,6 @@ from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
 from . import parse_arguments, positive, print_on_first_rank, refuse
 
-__all__ = ["main"]
-
 _PROGRAM = "axonmpi chart"
 _COSTS = {
     "forward": "the forward of one stage",

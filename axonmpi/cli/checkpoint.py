@@ -33,8 +33,6 @@ from ..train.report.terminal import terminal_width
 from ..utils.text import counted, printable
 from . import parse_arguments, print_on_first_rank, refuse
 
-__all__ = ["main"]
-
 _PROGRAM = "axonmpi checkpoint"
 _DAMAGED = 1
 _REDRAW_SECONDS = 0.1

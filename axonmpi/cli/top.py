@@ -22,8 +22,6 @@ from ..observe.jobs import find_job
 from ..observe.judgement import Standing, look_at
 from . import parse_arguments, refuse
 
-__all__ = ["main"]
-
 LONG_SECONDS = 5.0
 """How long ranks may wait before it is said for whom."""
 

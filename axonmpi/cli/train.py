@@ -27,8 +27,6 @@ from ..utils.device import gpu_identity
 from ..utils.text import lines_of_ranks, ranks_by_text
 from . import print_on_first_rank, refuse, said_once
 
-__all__ = ["main", "parse"]
-
 _PROGRAM = "axonmpi train"
 _FAILED = 1
 _NARROWEST = 40

@@ -31,8 +31,6 @@ from ..observe.stacks import stacks_of
 from ..utils.text import counted, name_ranks, ranks_by_text
 from . import BAD_USAGE, parse_arguments, refuse
 
-__all__ = ["main"]
-
 LOOK_SECONDS = 1.0
 """Between two looks at the pages: what a rank does not do in that time, it may not do at all."""
 SPY_SECONDS = 10.0

@@ -18,18 +18,9 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..backends import Backend, gather_if_different
 from ..errors import CollectiveMismatchError
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..utils.text import first_difference, text_of_problems
 from .divided_parameters import check_not_divided
-
-__all__ = [
-    "check_batch_norms",
-    "check_same",
-    "check_same_buffers",
-    "check_same_model",
-    "gradient_strides",
-    "raised_on_all",
-]
 
 
 @contextmanager

@@ -15,22 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..groups.world import ProcessGroup
-
-__all__ = [
-    "Axis",
-    "axes_of",
-    "check_not_divided",
-    "divide",
-    "divided_modules",
-    "elements_of",
-    "in_common",
-    "is_shown_in_part",
-    "mark_divided",
-    "mark_part",
-    "replicas_of",
-    "replicate",
-]
+from ..groups.process_group import ProcessGroup
 
 _AXES, _ELEMENTS, _WHOLE = "_axonmpi_axes", "_axonmpi_elements", "_axonmpi_whole"
 _replicas: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no attribute: whole parameters may be pickled

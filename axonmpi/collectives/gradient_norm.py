@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import Backend
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
 from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
 from .divided_parameters import Axis, axes_of, replicas_of
-
-__all__ = ["ClipsGradients", "Copies", "clip_grad_norm", "copy_counts", "divided_axes"]
 
 Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 """On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from ..backends import by_kind
 from ..collectives.agreement import gradient_strides
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros
 from ..utils.partition import bucket_by_size
-
-__all__ = ["BUCKETS_BETWEEN_NODES", "FIRST_BUCKET_BYTES", "Bucket", "divided_into_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""

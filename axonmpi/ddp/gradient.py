@@ -19,12 +19,11 @@ from torch import Tensor
 
 from ..collectives.agreement import check_same
 from ..errors import CollectiveMismatchError, DtypeError
-from ..groups.world import ProcessGroup, chosen_group
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
 from ..utils.arguments import either_group_name, integer, member
 from ..utils.partition import bucket_by_size
-
-__all__ = ["GradientBucket", "GradientSynchronizer"]
 
 
 class GradientBucket:

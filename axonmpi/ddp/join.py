@@ -28,8 +28,6 @@ from ..types import ReduceOp
 from ..wrapping.optimizer_hooks import parameters_of
 from .reducer import Reducer
 
-__all__ = ["Join", "Stateful"]
-
 _EVENTS = ("none", "gradients", "by hand", "buffers")
 
 

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..errors import RankFailedError, UnusedParameterError
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..types import GradSyncStrategy, ReduceOp
@@ -39,8 +39,6 @@ from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, w
 from ..wrapping.optimizer_hooks import mark_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
-
-__all__ = ["Reducer"]
 
 COMPLETE, PARTIAL, ABANDONED = range(3)
 """How a backward ended on a rank: with every gradient, without some, or with an exception."""

@@ -17,7 +17,8 @@ from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_buffers, check_same_model
 from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import CollectiveMismatchError, DtypeError
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import group_of_this_rank
 from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..types import GradSyncStrategy
@@ -27,8 +28,6 @@ from ..wrapping.backward import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
 from .join import Join, Stateful
 from .reducer import Reducer
-
-__all__ = ["DistributedDataParallel"]
 
 _BUFFERS = "the model's buffers"
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)

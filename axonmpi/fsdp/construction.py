@@ -22,8 +22,6 @@ from .options import MixedPrecision
 from .unit import LentBuffer
 from .unit_selection import Member, UnitPlan
 
-__all__ = ["Choices", "build_flats", "initialise", "initialise_buffers", "lend_buffers", "places_of"]
-
 REPLACED = "_axonmpi_replaced"
 """Attribute of a parameter that was taken apart: its name. An optimizer that still has it was built too early."""
 

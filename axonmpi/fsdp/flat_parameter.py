@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..backends import Sizes
 from ..collectives.divided_parameters import divide, mark_part
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
 from ..wrapping.partial import ShardOfParameter
@@ -30,8 +30,6 @@ from .groups import ShardingGroups
 from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
 from .unit_selection import Member
-
-__all__ = ["COMPUTED_WITH", "FlatParameter", "ShardedParameter", "State"]
 
 COMPUTED_WITH = "_axonmpi_computed_with"
 """Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from ..backends import wide_dtype
 from ..collectives.divided_parameters import Axis, axes_of, replicate
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
@@ -31,8 +31,6 @@ from .flat_parameter import FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .offload import Files, PinnedMemory
 from .unit import Unit
-
-__all__ = ["FlatGradient", "GradientQueue"]
 
 
 class FlatGradient:

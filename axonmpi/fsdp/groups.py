@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from ..backends import Backend, LocalBackend, parts_by_node
-from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank, partition_group
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group, group_of_this_rank, partition_group
 from ..utils.text import listed
 from .options import ShardingStrategy
-
-__all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from torch import nn
 from ..wrapping.partial import mark_state
 from .unit import Unit
 
-__all__ = ["GuardedParameters", "Members", "ScatteredParameterError", "check_graph_of_gradients", "guard"]
-
 
 class ScatteredParameterError(ValueError):
     """A parameter was used for computing while its values were spread over the ranks."""

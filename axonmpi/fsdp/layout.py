@@ -8,8 +8,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Layout", "by_elements", "by_parameters"]
-
 ALIGNMENT = 16
 """Elements that every parameter and every shard begins at a multiple of."""
 

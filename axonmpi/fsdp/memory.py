@@ -27,8 +27,6 @@ from .optimizers import state_tensors
 from .options import MixedPrecision, ShardingStrategy
 from .runtime import FSDPRuntime
 
-__all__ = ["FSDPMemoryStats", "PeakMemory", "estimated", "measured", "process_memory"]
-
 _MIB = 1 << 20
 _SAMPLE_SECONDS = 0.005
 

@@ -28,15 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveTimeoutError
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.device import Device
 from ..utils.own_files import open_own
 from ..utils.torch_internals import plain_tensors
 from ..utils.waiting import network_backoff, wait_until
-
-__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "PinnedMemory", "file_system_of"]
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory, so that nothing is gained by putting anything there."""

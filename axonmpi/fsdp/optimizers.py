@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import group_of_this_rank
 from ..types import ReduceOp
 from ..utils.arguments import either_group_name, hint
 from ..wrapping.optimizer_hooks import (
@@ -31,8 +32,6 @@ from ..wrapping.optimizer_hooks import (
 from .construction import REPLACED
 from .flat_parameter import COMPUTED_WITH
 from .runtime import FSDPRuntime
-
-__all__ = ["ShardedGradScaler", "state_tensors", "watch_optimizers"]
 
 _RUNTIME = "_axonmpi_runtime"
 _runtimes: weakref.WeakKeyDictionary[FSDPRuntime, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()

@@ -20,16 +20,6 @@ from ..errors import DtypeError
 from ..utils.arguments import hint
 from ..wrapping.autograd import map_tensors
 
-__all__ = [
-    "CPUOffload",
-    "MixedPrecision",
-    "ShardingStrategy",
-    "checked_precision",
-    "converted",
-    "keep_precision",
-    "kept_modules",
-]
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -37,8 +37,6 @@ from .guard import Members, check_graph_of_gradients, guard
 from .options import converted
 from .unit import FullParameters, Unit
 
-__all__ = ["FSDPRuntime"]
-
 
 class FSDPRuntime:
     """Gathers parameters and reduces gradients as a model computes.

@@ -21,13 +21,6 @@ from .flat_parameter import ShardedParameter
 from .groups import ShardingGroups
 from .runtime import FSDPRuntime
 
-__all__ = [
-    "full_optimizer_state_dict",
-    "full_state_dict",
-    "load_full_optimizer_state_dict",
-    "load_full_state_dict",
-]
-
 
 def _by_sharded(runtime: FSDPRuntime) -> dict[int, ShardedParameter]:
     return {id(parameter.sharded): parameter for parameter in runtime.parameters}

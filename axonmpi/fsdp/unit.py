@@ -26,8 +26,6 @@ from ..types import Work
 from ..utils.torch_internals import plain_tensors, set_version
 from .flat_parameter import FlatParameter, ShardedParameter, State
 
-__all__ = ["FullParameters", "LentBuffer", "Unit"]
-
 
 class LentBuffer:
     """Memory that is lent to one unit after the other.

@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Member", "UnitPlan", "find_units", "plan_units"]
-
 LEAF_NUMEL = 1 << 16
 """Repeated modules without children count as blocks from this many parameter elements on."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
 from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
@@ -37,8 +37,6 @@ from .options import (
 from .runtime import FSDPRuntime
 from .unit import Unit
 from .unit_selection import UnitPlan, find_units, plan_units
-
-__all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(Wrapper, ClipsGradients):

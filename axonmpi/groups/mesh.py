@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from ..backends import LocalBackend, all_gather_number, gather_if_different
 from ..utils.arguments import integer
 from ..utils.text import counted, lines_of_ranks, ranks_by_text, text_of_problems
-from .world import ProcessGroup, World, get_world
-
-__all__ = ["DeviceMesh", "nearest_shapes"]
+from .process_group import ProcessGroup
+from .world import World, get_world
 
 INFERRED = -1
 """The size of an axis that gets the ranks which the other axes leave."""

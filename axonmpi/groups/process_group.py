@@ -30,8 +30,6 @@ from ..types import ReduceOp, Work
 from ..utils.arguments import integer
 from ..utils.text import listed
 
-__all__ = ["ProcessGroup"]
-
 
 class ProcessGroup:
     """An ordered set of ranks that communicate; the ranks inside are numbered from 0.

@@ -35,17 +35,6 @@ from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
 
-__all__ = [
-    "ProcessGroup",
-    "World",
-    "chosen_group",
-    "current_world",
-    "get_world",
-    "group_of_this_rank",
-    "partition_group",
-    "set_process_world",
-]
-
 BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
 _MISSING = {
     "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",

@@ -20,8 +20,6 @@ from ..launch.variables import set_variables
 from .autoload import NAME, register
 from .environment import launch_env
 
-__all__ = ["start_process_group"]
-
 
 def start_process_group(timeout: timedelta = default_pg_timeout) -> None:
     """Start torch's group of all ranks, and tell Accelerate of it; collective over all ranks of the job.

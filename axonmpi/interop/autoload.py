@@ -14,8 +14,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-__all__ = ["NAME", "load", "register"]
-
 NAME = "axonmpi"
 _BY_TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 

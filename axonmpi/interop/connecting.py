@@ -10,8 +10,6 @@ from ..launch.start import start_mpi, start_world
 from ..observe import watch
 from .rendezvous import check_place
 
-__all__ = ["backend_of_all", "backend_of_some"]
-
 
 def backend_of_all(rank: int, size: int, timeout: float) -> Backend:
     """Start MPI and connect all ranks of the job; collective.

@@ -12,8 +12,6 @@ from ..launch.start import Started, start_world
 from ..launch.topology import Topology
 from ..launch.variables import set_variables
 
-__all__ = ["host_of_first", "launch_env"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -19,8 +19,6 @@ from ..launch.start import start_world
 from .autoload import NAME, register
 from .environment import launch_env
 
-__all__ = ["MpiEnvironment", "ddp_strategy"]
-
 
 class MpiEnvironment(ClusterEnvironment):
     """What Lightning asks about the ranks, answered by MPI; made by all ranks of the job together.

@@ -17,21 +17,6 @@ from ..backends import all_reduce_coalesced as coalesced
 from ..types import ReduceOp
 from .reductions import Factor, divide, scale, scaled, summed
 
-__all__ = [
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-]
-
 Move = Callable[[], None]
 """A collective whose arguments are checked."""
 

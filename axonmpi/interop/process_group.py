@@ -44,8 +44,6 @@ from .connecting import backend_of_some
 from .reductions import reduction_of
 from .work import TorchWork, complete_with
 
-__all__ = ["TorchProcessGroup"]
-
 _ProcessGroup: Any = dist.ProcessGroup
 """Its stubs describe forms of each method that no program of torch's calls."""
 _CPU = torch.device("cpu")

@@ -11,8 +11,6 @@ from torch import distributed as dist
 
 from ..types import ReduceOp
 
-__all__ = ["Factor", "divide", "reduction_of", "scale", "scaled", "summed"]
-
 Factor = float | Tensor | None
 """What PREMUL_SUM multiplies each rank's values by before they are added; None: nothing."""
 

@@ -19,8 +19,6 @@ from ..errors import LaunchError
 from ..launch.start import Started, start_world
 from .environment import host_of_first
 
-__all__ = ["check_place", "meet"]
-
 dist: Any = distributed
 """With the stores, which are public, yet not among the names that torch exports."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from .connecting import backend_of_all, backend_of_some
 from .process_group import TorchProcessGroup
 
-__all__ = ["create_group"]
-
 
 def create_group(options: Any, backend_options: Any) -> TorchProcessGroup:
     """Make torch's default group, or one of some of its ranks; collective over these alone.

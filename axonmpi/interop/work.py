@@ -18,8 +18,6 @@ from torch.futures import Future
 from ..backends import WorkerWork
 from ..types import Work
 
-__all__ = ["TorchWork", "complete_with"]
-
 
 class TorchWork(dist.Work):
     """An operation under way, or over.

@@ -20,8 +20,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["watched"]
-
 LOOKS = 3
 """So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
 LATER = 2

@@ -31,20 +31,6 @@ from ..utils.own_files import is_own_folder, open_own
 from ..utils.processes import namespace, process
 from .page import GROUPS_AT, IDENTITY_AT, PAGE_BYTES, Header, Page, Phase
 
-__all__ = [
-    "SHARED_MEMORY",
-    "enter_phase",
-    "files_of_pages",
-    "identity_of",
-    "make_folder",
-    "own_page",
-    "phase",
-    "publish",
-    "remove_own",
-    "remove_segments",
-    "remove_stale",
-]
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (folders in it are used once their owner is known)
 MAKING_SECONDS = 60.0
 """A page without a name that is older was left behind."""

@@ -17,8 +17,6 @@ from pathlib import Path
 from ..utils.text import counted
 from .variables import Launcher, detect_launchers, number_in
 
-__all__ = ["MpiLibrary", "check_launch", "check_protocol", "check_room"]
-
 LEAST_ROOM = 2 << 20
 """Bytes of /dev/shm a rank without which MPICH dies of a bus error when it starts: with 1 MiB a rank it did."""
 

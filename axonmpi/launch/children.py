@@ -24,8 +24,6 @@ from ..errors import LaunchError
 from .cpu import release_core
 from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
-__all__ = ["refuse", "watch"]
-
 _watched_rank: int | None = None
 _forked = False
 

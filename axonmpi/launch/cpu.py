@@ -16,17 +16,6 @@ import numpy as np
 
 from .settings import may_bind
 
-__all__ = [
-    "CoreShare",
-    "core_share",
-    "core_to_keep_to",
-    "count_of_node",
-    "keep_to_core",
-    "release_core",
-    "share_of_cores",
-    "usable_cores",
-]
-
 _OVERLAP_FROM = 2.0
 _unbound: frozenset[int] | None = None
 

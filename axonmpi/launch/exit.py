@@ -36,19 +36,6 @@ from . import board
 from .exit_code import observe_exit_code
 from .page import Phase
 
-__all__ = [
-    "REQUEUE_EXIT_CODE",
-    "at_failure",
-    "before_finalize",
-    "end_job",
-    "end_process",
-    "end_together",
-    "install",
-    "leave_unsaid",
-    "let_first_speak",
-    "meet_on",
-]
-
 REQUEUE_EXIT_CODE = 85
 """What a job ends with that has stopped early, with a checkpoint, and wants to be started again (ERESTART)."""
 FAILED_MEETING_SECONDS = 1.0

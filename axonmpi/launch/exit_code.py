@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from .variables import launched_ranks
 
-__all__ = ["observe_exit_code"]
-
 
 def observe_exit_code(observer: Callable[[object], object]) -> None:
     """Call `observer(code)` when the interpreter ends because of a SystemExit; local.

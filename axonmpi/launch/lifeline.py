@@ -20,8 +20,6 @@ from typing import Any
 
 from .variables import detect_launchers, number_in
 
-__all__ = ["hold"]
-
 _SECONDS = 5.0
 """Limit of the wait for the next rank's connection, once all ranks of the node have their sockets."""
 

@@ -16,8 +16,6 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
-__all__ = ["Place", "listen", "meet"]
-
 CONNECT_SECONDS = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32

@@ -36,8 +36,6 @@ from . import exit as exits
 from .node_calls import CONNECT_SECONDS, Place, listen, meet
 from .topology import Topology
 
-__all__ = ["Link", "LinkState", "connect", "links"]
-
 PROBE_SECONDS = 1
 LOST_SECONDS = 4
 """After so long without an answer a connection is lost."""

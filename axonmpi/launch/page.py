@@ -27,26 +27,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "GROUPS",
-    "GROUPS_AT",
-    "GROUP_BYTES",
-    "IDENTITY_AT",
-    "OPERATIONS",
-    "OPERATIONS_AT",
-    "OPERATION_BYTES",
-    "PAGE_BYTES",
-    "SHAPE_SHOWN",
-    "VERSION",
-    "GroupLog",
-    "Header",
-    "NoLog",
-    "Page",
-    "Phase",
-    "describe",
-]
-
-
 Enter = Callable[..., int]
 Leave = Callable[[int], None]
 

@@ -11,24 +11,6 @@ from pathlib import Path
 
 from .variables import detect_launchers
 
-__all__ = [
-    "adds_in_order",
-    "debugs",
-    "dump_folder",
-    "gpu_variables",
-    "may_bind",
-    "prepare_for_mpi",
-    "pretended_node",
-    "settings_for_mpi",
-    "shares_gpus",
-    "stop_signal",
-    "user_threads",
-    "waiting_limit",
-    "wants_shared_memory",
-    "widen_terminal",
-    "writes_by_mpi",
-]
-
 RAISING_SECONDS = 60.0
 """How long after its time-out an operation may take to raise its error."""
 _MPICH_WITH_BOTH = re.compile(r"MPICH Device:\s+ch4:(ucx.*ofi|ofi.*ucx)")

@@ -37,18 +37,6 @@ from .variables import detect_launchers, is_first_on_node, launched_ranks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "MpiLibrary",
-    "Started",
-    "check_arguments",
-    "check_thread",
-    "library_info",
-    "speaks_of_launch",
-    "start_mpi",
-    "start_world",
-    "thread_level",
-]
-
 INIT_METHODS = (None, "mpi://", "env://")
 
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")

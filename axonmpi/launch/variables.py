@@ -9,22 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "PARENT_RANK",
-    "Launcher",
-    "child_environment",
-    "detect_launchers",
-    "is_first_launched",
-    "is_first_on_node",
-    "job_end_time",
-    "launched_ranks",
-    "number_in",
-    "parent_rank",
-    "set_variables",
-    "turn_into_child",
-    "without_launcher_variables",
-]
-
 PARENT_RANK = "AXONMPI_PARENT_RANK"
 """Set in processes that a rank has forked or spawned: the number of that rank."""
 

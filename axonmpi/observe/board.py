@@ -42,8 +42,6 @@ from ..types import ReduceOp
 from ..utils.own_files import open_own
 from ..utils.processes import namespace, process, traced_by
 
-__all__ = ["Condition", "Group", "Operation", "RankPage", "job_names", "last_words", "page_of_process", "pages_of"]
-
 _RECORD = np.dtype(
     [
         ("number", "i8"), ("left", "i8"), ("entered", "i8"), ("started", "i8"), ("thread", "i8"), ("group", "i8"),

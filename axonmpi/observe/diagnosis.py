@@ -23,8 +23,6 @@ from ..utils.text import counted, name_ranks
 from .board import Condition, Operation
 from .judgement import Standing, awaited_by
 
-__all__ = ["Diagnosis", "diagnose", "seconds_in", "site_in"]
-
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARY = re.compile(rf"{re.escape(_PACKAGE)}|/site-packages/|/lib/python3[.\d]*/|<frozen ")
 """Files of which users did not write the lines."""

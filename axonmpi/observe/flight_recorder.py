@@ -18,8 +18,6 @@ from typing import Any
 
 from .board import Group, Operation, RankPage
 
-__all__ = ["dump"]
-
 VERSION = "2.10"
 """Of the format: major and minor."""
 FILE_NAME = "trace_rank_{}"

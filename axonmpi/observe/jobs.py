@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..utils.processes import process
 from .board import Condition, RankPage, job_names, pages_of
 
-__all__ = ["find_job"]
-
 
 def find_job(name: str = "") -> list[RankPage]:
     """Return the pages of a job's ranks on this node, in rank order; local.

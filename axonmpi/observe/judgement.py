@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from ..launch.page import OPERATIONS, Phase
 from .board import Condition, Operation, RankPage
 
-__all__ = ["Standing", "awaited_by", "awaited_in", "closed_by", "in_vain", "look_at"]
-
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
 

@@ -11,8 +11,6 @@ from ..launch.node_links import Link, LinkState, links
 from ..utils.text import name_ranks
 from .judgement import Standing
 
-__all__ = ["Neighbours"]
-
 LOST_SECONDS = 1.0
 """How long a connection must have been lost before the job may be ended."""
 

@@ -16,8 +16,6 @@ from ..utils.own_files import is_own_folder, open_own
 from .board import Condition, RankPage
 from .judgement import Standing
 
-__all__ = ["read_others", "tell_others"]
-
 _STANDINGS = "standings.json"
 
 

@@ -9,8 +9,6 @@ from .board import Condition
 from .diagnosis import diagnose
 from .judgement import Standing, closed_by
 
-__all__ = ["cause_of", "table_of", "text_of_stacks"]
-
 
 def table_of(standings: Mapping[int, Standing]) -> str:
     """Return an indented line for each place, with its ranks; local."""

@@ -24,8 +24,6 @@ from ..utils.own_files import open_own
 from ..utils.waiting import Backoff, wait_until
 from .board import Condition, RankPage
 
-__all__ = ["Questions", "stacks_of"]
-
 _SIGNAL = signal.SIGRTMAX - 5
 """A signal that neither Python, torch, MPI libraries nor launchers use."""
 _WATCHDOG = re.compile(r'observe/watchdog\.py", line \d+ in _watch$', re.MULTILINE)
@@ -39,9 +37,10 @@ _SETTLE_SECONDS = 0.05
 
 
 class HasFileno(Protocol):
-    """What can be waited for."""
+    """A socket or a connection: anything that `select` takes."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """Return the file descriptor."""
 
 
 class Questions:

@@ -38,8 +38,6 @@ from .neighbours import Neighbours
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import HasFileno, Questions, stacks_of
 
-__all__ = ["Watchdog", "still_under_way", "watch", "write_to"]
-
 LOOK_SECONDS = 0.5
 SECONDS_AFTER_END = 3.0
 """Time for the ranks that wait in shared memory to raise an error, and to print it."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .runtime.payload import form_of, pack, unpack
 
-__all__ = ["batch_size", "digest_of", "joined", "loss_weights", "split_batch"]
-
 
 def batch_size(value: Any, name: str) -> int:
     """Return the number of samples in a batch.

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..collectives.agreement import check_batch_norms
 from ..collectives.divided_parameters import divided_modules, in_common
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..utils.arguments import integer, member
 from .runtime.stage import PipelineStage, Synchronized
 from .schedule.actions import ActionKind, Schedule, chain
@@ -17,8 +17,6 @@ from .schedule.schedules import PipelineSchedule, make_schedule
 from .schedule.transfers import in_order_of_sends, with_transfers
 from .schedule.validator import validate
 from .ties import Tie
-
-__all__ = ["Plan", "ScheduleMaker", "chosen_schedule", "lay_out", "own_modules", "placement_for"]
 
 ScheduleMaker = Callable[[int], Schedule]
 """Makes the schedule for a number of micro-batches."""

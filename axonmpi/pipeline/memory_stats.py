@@ -5,8 +5,6 @@ from __future__ import annotations
 from .schedule.schedules import make_schedule
 from .schedule.simulator import simulate
 
-__all__ = ["PipelineMemoryStats"]
-
 
 class PipelineMemoryStats:
     """The most activations that any rank holds, in micro-batches of one stage; found by simulation."""

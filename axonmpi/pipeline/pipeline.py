@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ..backends import all_gather_object, broadcast_object
 from ..collectives.agreement import check_same, raised_on_all
 from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
-from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
@@ -44,8 +45,6 @@ from .schedule.timeline import Span
 from .schedule.trace import write_trace
 from .state_names import StateNames, state_names
 from .ties import Tie, shared_parameters, tie_parameters
-
-__all__ = ["Pipeline"]
 
 
 class Pipeline(nn.Module, ClipsGradients):

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ..utils.device import device_at
 
-__all__ = ["RandomStream", "microbatch_seed", "undisturbed"]
-
 undisturbed = threading.Lock()
 """Keeps other threads from drawing: torch's random state is the process's, and mock ranks are threads."""
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["pop", "skip_scope", "stash"]
-
 
 class _Stash(threading.local):
     """What has been stashed in this thread and not been popped."""

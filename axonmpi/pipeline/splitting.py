@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..collectives.agreement import check_same, raised_on_all
-from ..groups.world import ProcessGroup, chosen_group, current_world
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
 from ..utils.device import device_at
 from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
-
-__all__ = ["balanced_bounds", "split_module"]
 
 
 class _Piece(NamedTuple):

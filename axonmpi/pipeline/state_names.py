@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ..backends import Backend, all_gather_object
 from .ties import Tie
 
-__all__ = ["StateNames", "state_names"]
-
 _OTHERS = "differs in every stage"
 
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from ..backends import Backend, all_gather_object
 from ..collectives.divided_parameters import elements_of
-from ..groups.world import ProcessGroup
-
-__all__ = ["Tie", "TiedParameter", "shared_parameters", "tie_parameters"]
+from ..groups.process_group import ProcessGroup
 
 Tie = tuple[tuple[int, str], ...]
 """The stages that share one parameter, each with the parameter's name in it."""

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from .layers.attention import attention_weights
 from .layers.dropout import ShardedDropout
 from .regions import enter, join_sequence, split_sequence
-
-__all__ = ["enter_input", "head_dropout", "join_output", "split_input"]
 
 
 def enter_input(module: nn.Module, group: ProcessGroup, **options: Any) -> None:

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.agreement import check_same, check_same_model, raised_on_all
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.process_group import ProcessGroup
+from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
 from .styling import REPLACING, Setting, change, planned, replacement
-
-__all__ = ["tensor_parallelize"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

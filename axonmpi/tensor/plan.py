@@ -24,26 +24,6 @@ from torch import nn
 
 from ..utils.arguments import check_flags
 
-__all__ = [
-    "Assign",
-    "Column",
-    "Divide",
-    "Dropout",
-    "HeadDropout",
-    "Join",
-    "Plan",
-    "Region",
-    "Row",
-    "SequenceNorm",
-    "Split",
-    "Style",
-    "Summed",
-    "Tied",
-    "Vocabulary",
-    "find_modules",
-    "read_style",
-]
-
 
 @dataclass(frozen=True)
 class Style:

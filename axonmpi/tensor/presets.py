@@ -20,8 +20,6 @@ from torch import nn
 
 from .plan import Assign, Column, HeadDropout, Plan, Style
 
-__all__ = ["PRESETS", "bert", "gpt2", "llama", "preset"]
-
 Lines = dict[str, list[Style | str]]
 
 

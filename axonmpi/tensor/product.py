@@ -21,11 +21,9 @@ from torch.autograd import Function
 
 from .. import autograd
 from ..errors import CollectiveMismatchError
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import engine_runs
-
-__all__ = ["Gathering", "apply", "entered_product", "gathered", "is_differentiated", "summed_product"]
 
 _ENTERED = "_axonmpi_entered"
 

@@ -27,23 +27,12 @@ from torch.autograd import Function
 
 from .. import autograd
 from ..backends import Backend, wrap_dim
-from ..groups.world import ProcessGroup, chosen_group
+from ..groups.process_group import ProcessGroup
+from ..groups.world import chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags, either_group_name
 from .product import Gathering, apply, gathered, is_differentiated
 from .shards import Shard
-
-__all__ = [
-    "check_sequence",
-    "cut",
-    "enter",
-    "join",
-    "join_sequence",
-    "leave",
-    "shared",
-    "split_sequence",
-    "sum_parts",
-]
 
 
 @either_group_name

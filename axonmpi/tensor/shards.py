@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends import wrap_dim
-from ..groups.world import ProcessGroup
-
-__all__ = ["Range", "Shard", "Sharded", "check_divides"]
+from ..groups.process_group import ProcessGroup
 
 Range = tuple[int, int]
 """The first row, and the one after the last."""

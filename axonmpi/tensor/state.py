@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.agreement import check_same, raised_on_all
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags
 from .shards import Shard, Sharded
 from .transposed import TransposedShard, whole_shape
-
-__all__ = ["copies", "full_state_dict", "load_full_state_dict", "local_state_dict"]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from .hooks import enter_input, head_dropout, join_output, split_input
 from .layers.dropout import ShardedDropout
 from .layers.embedding import VocabParallelEmbedding
@@ -36,8 +36,6 @@ from .plan import (
 )
 from .shards import Shard, check_divides
 from .transposed import TransposedShard
-
-__all__ = ["REPLACING", "Setting", "change", "planned", "replacement"]
 
 REPLACING = (Column, Row, Vocabulary, Dropout)
 """Styles that put another module in a module's place."""

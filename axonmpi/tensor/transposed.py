@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .shards import Shard
 
-__all__ = ["TransposedShard", "whole_shape"]
-
 
 @dataclass(frozen=True)
 class TransposedShard(Shard):

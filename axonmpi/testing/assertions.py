@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ..comm import all_gather_object
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..utils.arguments import either_group_name, hint
 from ..utils.text import name_ranks
 from .rank_text import group_by_text
-
-__all__ = ["parallel_assert"]
 
 
 @either_group_name

@@ -28,8 +28,6 @@ from ..utils.arguments import integer, seconds
 from ..utils.waiting import Backoff, wait_until
 from .mpirun import find_mpirun, mpirun_command
 
-__all__ = ["LaunchResult", "launch"]
-
 _MARKER = "AXONMPI_LAUNCH_ID"
 _LEAVE_SECONDS = 2.0
 """How long processes of a job may outlive its `mpirun` before they count as left over."""

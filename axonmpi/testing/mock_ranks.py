@@ -28,8 +28,6 @@ from ..utils.text import name_ranks
 from .rank_text import merge_texts
 from .stacks import stack_of
 
-__all__ = ["RankRun", "run_ranks", "start_ranks"]
-
 _NO_LIMIT = threading.TIMEOUT_MAX / 4
 _RELEASE_SECONDS = 2.0
 """How long released ranks may take to end before they are left behind as daemon threads."""

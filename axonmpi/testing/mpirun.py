@@ -17,8 +17,6 @@ from pathlib import Path
 from ..errors import LaunchError
 from ..launch.variables import without_launcher_variables
 
-__all__ = ["find_mpirun", "mpirun_command"]
-
 _NAMES = ("mpirun", "mpiexec", "mpirun.mpich", "mpirun.openmpi", "mpiexec.hydra")
 _KINDS = {"openmpi": ("open mpi", "openrte", "prrte"), "hydra": ("hydra", "mpich", "intel", "mvapich")}
 _ASK_LIBRARY = (

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 
 from ..utils.text import name_ranks, ranks_by_text
 
-__all__ = ["group_by_text", "merge_texts"]
-
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 

@@ -7,8 +7,6 @@ import sys
 import threading
 import traceback
 
-__all__ = ["stack_of"]
-
 _RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing|axonmpi\.utils\.waiting)(\.|$)")
 """Modules whose frames say nothing about the code under test."""
 

@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "Batch", "BatchPlan", "Stream", "held_out_batches", "seeded_generator"]
-
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each int64 [sequences, sequence_length]."""
 

@@ -20,15 +20,13 @@ import torch
 from torch import nn
 
 from ..checkpoint.background import Background
-from ..checkpoint.files.folders import STATE_FILE
+from ..checkpoint.files.state_file import STATE_FILE
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.loading import load_checkpoint
 from ..errors import CheckpointError
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from .config import Config
 from .report.history import METRICS, History, read_history
-
-__all__ = ["RunCheckpoints", "Start"]
 
 FOLDER = "checkpoints"
 _OF_THE_RUN = ("seed", "steps", "global_batch", "dtype")

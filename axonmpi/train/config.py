@@ -25,17 +25,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "RunConfig",
-    "TextConfig",
-]
-
 _HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
 # with 1 nothing is ever learned
 _Decay = Annotated[float, Limit("0 to 1, and less than 1", lambda number: 0 <= number < 1)]

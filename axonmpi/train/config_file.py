@@ -10,8 +10,6 @@ from typing import Any
 
 from .config import Config
 
-__all__ = ["load_config"]
-
 
 def load_config(path: str | Path) -> Config:
     """Read a configuration from a file with the names of the flags; the other settings have their defaults. Local.

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from .config import TextConfig
 
-__all__ = ["Corpus", "load_corpus", "split_blocks"]
-
 _BLOCK_BYTES = 1 << 16
 _MEGABYTE = 1_000_000
 # in the folder of the library, but no part of it: installed packages, and the tests, which some vendors leave out

@@ -17,14 +17,12 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..tensor.layers.loss import parallel_cross_entropy
 from ..tensor.parallelize import tensor_parallelize
 from ..tensor.state import copies
 from .batches import IGNORED
 from .model import GPT, VOCABULARY_SIZE
-
-__all__ = ["divide", "joined_logits", "replicated_copies", "summed_loss"]
 
 _PLAN = {
     "embedding": "vocab",

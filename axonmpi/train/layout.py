@@ -23,8 +23,6 @@ from ..groups.mesh import nearest_shapes
 from ..pipeline import PipelineSchedule, Schedule, make_schedule
 from .config import Config
 
-__all__ = ["Layout", "check_nodes", "plan_schedule"]
-
 _MICRO_BATCHES_PER_RANK = 4
 _SUGGESTIONS = 6
 

@@ -27,8 +27,6 @@ from torch.nn.utils import skip_init
 from ..pipeline.splitting import balanced_bounds
 from .config import ModelConfig
 
-__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Predictor", "cut", "generate"]
-
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
 

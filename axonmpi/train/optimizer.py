@@ -11,8 +11,6 @@ import torch
 from .config import OptimizerConfig
 from .parallel import ParallelModel
 
-__all__ = ["learning_rate", "make_optimizer"]
-
 
 def make_optimizer(
     model: ParallelModel, matrices: Collection[str], config: OptimizerConfig

@@ -26,15 +26,13 @@ from ..collectives.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from ..groups.mesh import DeviceMesh
-from ..groups.world import ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..types import GradSyncStrategy
 from ..utils.device import Device
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
 from .divided import joined_logits, replicated_copies, summed_loss
 from .model import GPT, Block, GPTStage, Predictor
-
-__all__ = ["Held", "ParallelModel", "Replica", "WholeModel", "wrap"]
 
 _ADAM_STATES = 2
 _FLOAT = 4

@@ -33,8 +33,6 @@ from .divided import joined_logits, summed_loss
 from .model import GPT, VOCABULARY_SIZE, GPTStage, cut
 from .parallel import ParallelModel, wrap
 
-__all__ = ["PipelinedModel"]
-
 _TIED = ("embedding", "head")
 
 

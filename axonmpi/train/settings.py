@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ..utils.arguments import hint
 
-__all__ = ["AboveZero", "Count", "Fraction", "Limit", "NotNegative", "Positive", "Settings"]
-
 
 @dataclass(frozen=True)
 class Limit:

@@ -44,8 +44,6 @@ from .report.progress import make_progress
 from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
 
-__all__ = ["Trainer"]
-
 _HELD_OUT_BATCH = 16
 _MAY_DIFFER = ("data", "progress")  # between ranks; the text itself is compared
 

@@ -10,20 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
-__all__ = [
-    "Seconds",
-    "check_flags",
-    "check_functions",
-    "either_group_name",
-    "either_name",
-    "given_twice",
-    "hint",
-    "integer",
-    "member",
-    "number",
-    "seconds",
-]
-
 Seconds = float | timedelta
 """A time, in seconds where it is a number."""
 

@@ -28,19 +28,6 @@ from torch import Tensor
 
 from .torch_internals import assert_later
 
-__all__ = [
-    "KINDS",
-    "CudaDevice",
-    "Device",
-    "current_gpu",
-    "device_at",
-    "driver_version",
-    "gpu_count",
-    "gpu_identity",
-    "peer_access",
-]
-
-
 _collection = threading.Lock()
 
 

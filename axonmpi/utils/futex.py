@@ -12,8 +12,6 @@ import platform
 import sys
 import time
 
-__all__ = ["Futex"]
-
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}
 """Number of the system call on processors of 64 bits that keep the lower half of a number first."""
 _WAIT, _WAKE = 0, 1

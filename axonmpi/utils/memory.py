@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["flat_zeros"]
-
 
 def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return [numel] zeros; on the CPU in huge pages where the system has them; local."""

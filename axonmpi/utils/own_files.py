@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["is_own_folder", "open_own"]
-
 
 def is_own_folder(path: Path) -> bool:
     """Return True if a path is a folder, not a link to one, of this user that nobody else can open; local."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-__all__ = ["bucket_by_size", "split_bounds", "split_range", "split_sizes"]
-
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """Cut `total` elements into `parts` sizes as `torch.tensor_split` does: the first ones are larger by one.

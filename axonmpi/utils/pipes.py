@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from .waiting import Backoff, wait_until
 
-__all__ = ["wait_until_read"]
-
 
 def wait_until_read(descriptors: Iterable[int], limit: float) -> None:
     """Wait until the readers of pipes have read everything; local.

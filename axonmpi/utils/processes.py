@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "age", "namespace", "process", "traced_by"]
-
 
 @dataclass(frozen=True)
 class Process:

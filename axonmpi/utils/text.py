@@ -5,21 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-__all__ = [
-    "MAX_LISTED",
-    "aligned",
-    "counted",
-    "first_difference",
-    "in_ranges",
-    "lines_of_ranks",
-    "listed",
-    "name_ranks",
-    "printable",
-    "ranks_by_text",
-    "text_of_problems",
-]
-
-
 MAX_LISTED = 16
 """How many numbers messages show one by one."""
 

@@ -12,22 +12,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-__all__ = [
-    "after_backward",
-    "assert_later",
-    "backward_number",
-    "engine_runs",
-    "hooks_on",
-    "in_backward",
-    "next_sequence_number",
-    "outside_compile",
-    "plain_tensors",
-    "scale_all",
-    "sequence_number",
-    "set_version",
-    "skip_in_compile",
-]
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -8,16 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "REQUEST_YIELDS",
-    "Backoff",
-    "RequestWaiter",
-    "compute_beside",
-    "is_beside_computation",
-    "network_backoff",
-    "wait_until",
-]
-
 YIELDS = 10
 """Number of yields before the first nap."""
 REQUEST_YIELDS = 1000

@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from ..utils.torch_internals import engine_runs, hooks_on
 from .optimizer_hooks import mark_gradient
 
-__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "map_tensors", "tensors_in"]
-
 _WATCHED = "_axonmpi_watched"
 _LEAF = "torch::autograd::AccumulateGrad"
 

@@ -25,16 +25,6 @@ from ..utils.text import counted
 from ..utils.torch_internals import sequence_number
 from .autograd import accumulates_into, leaf_below, tensors_in
 
-__all__ = [
-    "accumulating",
-    "check_gradient",
-    "launch_in_order",
-    "wait_for_all",
-    "watch_output",
-    "watched_rank",
-    "weakly",
-]
-
 
 class Reduction(Protocol):
     """A reduction that is launched once in a backward."""

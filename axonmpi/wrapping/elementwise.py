@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Scope", "fits_elements", "is_view", "name_of", "scope_of"]
-
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
 _OF_SHARD = """
     hash repr str format len reduce_ex setstate dim ndimension size numel nelement stride element_size is_contiguous

@@ -22,17 +22,6 @@ from ..collectives.divided_parameters import axes_of, elements_of
 from ..utils.torch_internals import plain_tensors
 from .partial import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
 
-__all__ = [
-    "OF_ALL_PARAMETERS",
-    "OF_WHOLE_PARAMETERS",
-    "around_steps",
-    "mark_gradient",
-    "mark_gradients",
-    "ordinary_gradients",
-    "parameters_of",
-    "watch_optimizers",
-]
-
 _Undo = list[Callable[[], None]]
 
 OF_ALL_PARAMETERS = (torch.optim.LBFGS,)

@@ -20,15 +20,6 @@ from ..collectives.divided_parameters import axes_of, is_shown_in_part
 from ..utils.torch_internals import plain_tensors
 from .elementwise import Scope, fits_elements, is_view, name_of, scope_of
 
-__all__ = [
-    "PartOfGradient",
-    "PartOfState",
-    "Shard",
-    "ShardOfParameter",
-    "as_part_of_state",
-    "mark_state",
-]
-
 
 class _Part(Tensor):
     """A tensor that refuses some functions.

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Wrapper"]
-
 _PREFIX = "module."
 
 

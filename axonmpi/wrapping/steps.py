@@ -18,8 +18,6 @@ from ..errors import CollectiveMismatchError
 from ..groups.process_group import ProcessGroup
 from ..utils.text import lines_of_ranks, ranks_by_text
 
-__all__ = ["STEP_FLAGS", "Steps"]
-
 STEP_FLAGS = 4
 """How many flags there are."""
 _MOST = 127

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 
 import axonmpi as ax
 
-__all__ = ["assert_checksums", "by_name", "cut_off", "entries", "flip", "on_first", "refused_on_all"]
-
 
 def assert_checksums(folder: Path) -> None:
     """Compare the checksums of a checkpoint with those of its files, a mebibyte at a time."""

@@ -10,18 +10,6 @@ from torch import Tensor, nn
 
 import axonmpi as ax
 
-__all__ = [
-    "assert_close",
-    "assert_equal",
-    "assert_gradients",
-    "assert_precise",
-    "assert_said",
-    "assert_same_on_all_ranks",
-    "gradients_alone",
-    "gradients_of",
-    "refused",
-]
-
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """How far results of the order of 1 may be apart."""
 

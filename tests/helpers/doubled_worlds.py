@@ -18,8 +18,6 @@ from axonmpi.utils.device import KINDS
 from helpers import nccl_double
 from helpers.device_double import CPU, Gpu, pretended_device
 
-__all__ = ["doubled"]
-
 _activate = World.activate
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from axonmpi.backends.nccl.library import Library
 from helpers.device_double import Entry, Gpu, Stream, current_gpu, spoil, unseen
 
-__all__ = ["LIBRARY", "Communicator", "NCCLError", "NcclInvalid", "NcclRedOp", "UniqueId", "connected", "group"]
-
 
 class Result(enum.IntEnum):
     """ncclResult_t: docs/userguide/source/api/types.rst."""

@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill", "processes_in"]
-
 
 def processes_in(network: str) -> set[int]:
     """Return the ids of the processes in a network namespace, as /proc names it."""

@@ -26,8 +26,6 @@ from axonmpi.utils.waiting import Backoff, wait_until
 from helpers import node_holder
 from helpers.limits import limit
 
-__all__ = ["Nodes", "Placement"]
-
 Placement = Literal["block", "round robin"]
 
 LINK_SECONDS = COMMAND_SECONDS = 20.0

@@ -32,8 +32,6 @@ from axonmpi.backends.ranks import Parts
 from axonmpi.launch import exit as exits
 from axonmpi.launch.start import start_mpi
 
-__all__ = ["Account", "PretendedComm", "pretended_world"]
-
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 """Variables in which launchers tell the number of ranks."""
 

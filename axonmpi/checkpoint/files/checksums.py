@@ -15,11 +15,10 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-from isal.isal_zlib import crc32
-
-__all__ = ["BLOCK_BYTES", "BlockSums", "block_count", "combined", "crc32", "shifted"]
+from isal import isal_zlib
 
 BLOCK_BYTES = 1 << 20
+crc32 = isal_zlib.crc32
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000  # x^0; bits are reflected
 

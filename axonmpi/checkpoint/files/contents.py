@@ -20,8 +20,6 @@ from .intact import check_file, read_checksums
 from .state_file import CHECKSUMS_FILE, read_state
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 
-__all__ = ["KINDS", "Contents", "read_contents"]
-
 KINDS = ("model", "optimizer", "random")
 """What a checkpoint has files of tensors of."""
 

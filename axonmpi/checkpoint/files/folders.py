@@ -24,8 +24,6 @@ from .lock import Lock, lock_of
 from .state_file import STATE_FILE
 from .tensor_file import TensorFile
 
-__all__ = ["STATE_FILE", "check_own", "find_checkpoint", "finish", "locked", "partial_of", "prepare", "recover"]
-
 _OWN = re.compile(
     r"(model|optimizer|random|checksums)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|state\.json|config\.json"
     r"|\.nfs.*"  # files that were deleted while a program has them open

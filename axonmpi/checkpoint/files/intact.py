@@ -16,8 +16,6 @@ from .small_files import check_plain_name, read_small, regular_size
 from .state_file import CHECKSUMS_FILE, STATE_FILE, read_state
 from .tensor_file import TensorEntry, read_header
 
-__all__ = ["check_file", "damage_of", "read_checksums"]
-
 Checksums = npt.NDArray[np.uint32]
 
 

@@ -22,8 +22,6 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["SUFFIX", "Lock", "lock_of"]
-
 SUFFIX = ".axonmpi-lock"
 _BEGIN = b"axonmpi: "
 _MOST_BYTES = 4096

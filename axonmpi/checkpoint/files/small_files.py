@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 from ...errors import CheckpointError
 
-__all__ = ["check_plain_name", "read_small", "regular_size", "strict_json"]
-
 MOST_BYTES = 1 << 30
 """Of a file that is read as one."""
 

@@ -23,8 +23,6 @@ from .checksums import crc32
 from .small_files import read_small, strict_json
 from .values import decoded
 
-__all__ = ["CHECKSUMS_FILE", "FORMAT", "STATE_FILE", "VERSION", "check_state", "read_state", "sealed"]
-
 FORMAT, VERSION = "axonmpi checkpoint", 2
 STATE_FILE = "state.json"
 CHECKSUMS_FILE = "checksums.safetensors"

@@ -26,18 +26,6 @@ from ...errors import CheckpointError
 from ...utils.partition import bucket_by_size
 from .small_files import check_plain_name, read_small, regular_size, strict_json
 
-__all__ = [
-    "PAGE_BYTES",
-    "TensorEntry",
-    "TensorFile",
-    "TensorSpec",
-    "check_size",
-    "index_of",
-    "lay_out",
-    "read_header",
-    "read_headers",
-]
-
 PAGE_BYTES = 4096
 _LONGEST_HEADER = 100_000_000
 """Bytes, as `safetensors` has it."""

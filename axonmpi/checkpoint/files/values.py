@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["decoded", "encoded"]
-
 _MOST_ELEMENTS = 4096
 _MOST_LEVELS = 100
 _MOST_BITS = 4096

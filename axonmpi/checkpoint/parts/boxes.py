@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Box", "boxes_of_range", "strides_of"]
-
 
 @dataclass(frozen=True)
 class Box:

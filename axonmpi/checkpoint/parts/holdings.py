@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
 from ...tensor.transposed import TransposedShard, whole_shape
 from .boxes import Box, boxes_of_range
 from .part import Part, Piece
-
-__all__ = ["ALONE", "Copies", "Holding", "Layers"]
 
 
 class Copies(NamedTuple):

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from ...collectives.agreement import raised_on_all
 from ...fsdp import FullyShardedDataParallel
 from ...fsdp.runtime import FSDPRuntime
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...pipeline import Pipeline
 from ...pipeline.state_names import StateNames
 from ...wrapping.state_names import Wrapper
@@ -35,8 +35,6 @@ from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
 from .holdings import ALONE, Copies, Holding, Layers
 from .part import Part
-
-__all__ = ["ModelParts", "model_parts", "reshaped_buffers"]
 
 
 class ModelParts:

@@ -29,8 +29,6 @@ from .holdings import Holding
 from .model_parts import ModelParts
 from .part import Part
 
-__all__ = ["MANNER", "OptimizerParts", "label_of", "optimizer_parts", "prepare_optimizer", "split_name"]
-
 _NAMES = ("params", "param_names")
 MANNER = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed and not which: those of the optimizer in hand stay."""

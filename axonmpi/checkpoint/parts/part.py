@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .boxes import Box
 
-__all__ = ["Part", "Piece", "whole_part"]
-
 
 @dataclass(frozen=True)
 class Piece:

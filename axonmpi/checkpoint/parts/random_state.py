@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...utils.device import device_at
 from ..files.tensor_file import TensorSpec
 from .boxes import Box
 from .part import Part, Piece
-
-__all__ = ["prepare_random", "random_parts"]
 
 _PYTHON = struct.Struct("<B625I?d")
 _NUMPY = struct.Struct("<624IH?d")

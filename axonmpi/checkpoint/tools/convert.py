@@ -23,8 +23,6 @@ from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, P
 from .torch_files import from_torch_file, write_torch_file
 from .whole_files import write_folder, write_safetensors
 
-__all__ = ["convert_checkpoint", "open_material"]
-
 
 def _unseen(done: int, total: int) -> None:
     pass

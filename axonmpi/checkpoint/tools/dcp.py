@@ -19,8 +19,6 @@ from ..files.small_files import regular_size
 from .material import Material, Progress, files_in, total_bytes
 from .nested import nested_dict, take_nested
 
-__all__ = ["from_dcp", "write_dcp"]
-
 
 def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
     """Read a folder of DCP, all but the values of tensors; local.

@@ -13,8 +13,6 @@ from ..files.values import decoded, encoded
 from .convert import open_material
 from .material import Material
 
-__all__ = ["describe_checkpoint", "text_of"]
-
 _FORMATS = {
     "checkpoint": "a checkpoint of axonmpi",
     "safetensors": "safetensors of another program",

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..files.contents import Contents, read_contents
-from ..files.folders import STATE_FILE, find_checkpoint
+from ..files.folders import find_checkpoint
 from ..files.small_files import read_small, strict_json
-from ..files.state_file import CHECKSUMS_FILE
+from ..files.state_file import CHECKSUMS_FILE, STATE_FILE
 from ..files.tensor_file import TensorFile
 from ..files.values import decoded
-
-__all__ = ["FORMATS", "Format", "Material", "Progress", "files_in", "format_of", "from_safetensors", "total_bytes"]
 
 Format = Literal["checkpoint", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = get_args(Format)

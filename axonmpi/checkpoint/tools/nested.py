@@ -18,8 +18,6 @@ from ...errors import CheckpointError
 from .material import Material
 from .optimizer_dict import optimizer_dict, take_optimizer
 
-__all__ = ["nested_dict", "take_nested"]
-
 NAMES = {
     "model": ("model", "state_dict", "model_state_dict", "module"),
     "optimizer": ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizer_states"),

@@ -21,8 +21,6 @@ from ..files.values import decoded, encoded
 from ..parts.optimizer_parts import MANNER, label_of, split_name
 from .material import Material
 
-__all__ = ["optimizer_dict", "take_optimizer"]
-
 
 def optimizer_dict(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the dict that optimizers load; local.

@@ -15,8 +15,6 @@ from ...errors import CheckpointError
 from .material import Material, Progress, total_bytes
 from .nested import nested_dict, take_nested
 
-__all__ = ["from_torch_file", "write_torch_file"]
-
 
 def from_torch_file(path: Path, *, only_model: bool) -> Material:
     """Read a file of `torch.save`; local. Tensors are mapped, if the file is not of before torch 1.6.

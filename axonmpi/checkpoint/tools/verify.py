@@ -28,8 +28,6 @@ from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, read_state
 from ..files.tensor_file import TensorFile, read_header, read_headers
 from .material import Progress, format_of
 
-__all__ = ["Damage", "Verification", "verify_checkpoint"]
-
 _MOST_NAMES = 8
 _MOST_RANGES = 6
 

@@ -22,8 +22,6 @@ from ..writing.output import bytes_of
 from ..writing.plan import Share, Stretch
 from .material import Material, Progress, total_bytes
 
-__all__ = ["write_folder", "write_safetensors"]
-
 _AT_ONCE_BYTES = 256 << 20
 _METADATA = {"format": "pt"}
 

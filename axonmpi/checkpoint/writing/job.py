@@ -22,15 +22,13 @@ from ...errors import CheckpointError
 from ...launch.settings import writes_by_mpi
 from ...utils.text import text_of_problems
 from ..files.checksums import BlockSums, combined
-from ..files.folders import STATE_FILE, finish, locked, partial_of, prepare
-from ..files.state_file import CHECKSUMS_FILE, sealed
+from ..files.folders import finish, locked, partial_of, prepare
+from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, sealed
 from ..files.tensor_file import TensorFile, TensorSpec, lay_out
 from ..ranks import CheckpointRanks
 from .output import Output, Trouble
 from .plan import Share
 from .scattered import write_scattered
-
-__all__ = ["Job", "write_checkpoint"]
 
 T = TypeVar("T")
 

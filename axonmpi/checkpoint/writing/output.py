@@ -27,8 +27,6 @@ from ..files.tensor_file import PAGE_BYTES, TensorFile
 from ..parts.boxes import boxes_of_range
 from .plan import Stretch
 
-__all__ = ["CHUNK_BYTES", "Output", "Trouble"]
-
 CHUNK_BYTES = 4 << 20
 """Bytes that are copied and written at once."""
 

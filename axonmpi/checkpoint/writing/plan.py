@@ -24,8 +24,6 @@ from ..files.tensor_file import PAGE_BYTES, TensorEntry, TensorFile
 from ..parts.boxes import Box
 from ..parts.part import Part, Piece
 
-__all__ = ["Place", "Scattered", "Share", "Stretch", "joined", "places_in", "share_of"]
-
 LONG_RUN_BYTES = 1 << 16
 """Runs of a box that are as long are written one by one."""
 

@@ -27,8 +27,6 @@ from ..ranks import CheckpointRanks
 from .output import CHUNK_BYTES, Output, bytes_of
 from .plan import Place, Scattered
 
-__all__ = ["write_scattered"]
-
 
 class _Window(NamedTuple):
     """Bytes of a tensor that fit in the memory of the node.

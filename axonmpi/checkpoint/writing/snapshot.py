@@ -23,8 +23,6 @@ from ..parts.part import Piece
 from .output import CHUNK_BYTES, bytes_of, elements_of
 from .plan import Scattered, Share, Stretch
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """Copies of this rank's share of a checkpoint.

@@ -25,9 +25,7 @@ from .checkpoint import table as checkpoint_table
 from .collectives import measure as collectives
 from .collectives import mpi as collectives_mpi
 from .collectives import table as collectives_table
-from .collectives.cases import parse_size
-
-__all__ = ["BENCHMARKS", "Benchmark", "main"]
+from .collectives.cases import OPERATIONS, parse_size
 
 _TIMEOUT_SECONDS = 3600.0
 _MARK = "axonmpi-bench-result "
@@ -197,7 +195,7 @@ def _picture(text: str) -> Path:
 
 
 def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
-    _add_operations(parser, collectives.OPERATIONS, "all_reduce")
+    _add_operations(parser, OPERATIONS, "all_reduce")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -31,19 +31,6 @@ from ...groups.world import World
 from ...utils.text import aligned
 from .timing import give_back, interleave, start_gloo, stock_groups
 
-__all__ = [
-    "BATCH",
-    "batch_of",
-    "build_model",
-    "ddp_table",
-    "fsdp_table",
-    "measure_ddp",
-    "measure_fsdp",
-    "step_of",
-    "torch_ddp",
-    "torch_fsdp",
-]
-
 BATCH = 64
 _WIDTHS = (1024, 2048, 2048, 2048, 1024)
 _DDP_STEPS_PER_BLOCK = 3

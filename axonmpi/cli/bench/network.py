@@ -29,8 +29,6 @@ from .collectives.cases import Case, Variant, format_size, format_time, mpi_vari
 from .collectives.measure import library_name, median_times
 from .timing import count_cores, start_gloo
 
-__all__ = ["BLOCK_SECONDS", "DEFAULT_SIZES", "OPERATIONS", "measure", "table"]
-
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "8MiB")
 BLOCK_SECONDS = 0.02

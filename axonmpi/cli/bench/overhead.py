@@ -20,8 +20,6 @@ from ...launch.page import GroupLog, NoLog
 from ...utils.text import aligned
 from .timing import count_cores, interleave
 
-__all__ = ["measure", "table"]
-
 CALLS = 400
 
 

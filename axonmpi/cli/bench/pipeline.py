@@ -27,8 +27,6 @@ from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simula
 from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
 from .timing import count_cores, interleave, start_gloo, stock_groups
 
-__all__ = ["CASES", "Case", "add_options", "check_gradients", "measure", "sizes_of", "table"]
-
 STEPS_PER_BLOCK = 2
 _TOLERANCE = 1e-4
 _VARIANTS = ("compute", "axonmpi", "torch on gloo", "torch on axonmpi")

@@ -26,8 +26,6 @@ from ...pipeline.runtime.split_backward import input_gradients
 from ...train.config import ModelConfig
 from ...train.model import GPT
 
-__all__ = ["CHUNKS", "HEAD_WIDTH", "Computation", "Sizes", "Step", "Task", "our_step", "torch_step"]
-
 CHUNKS = 2
 HEAD_WIDTH = 32
 

@@ -27,8 +27,6 @@ from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
 from .timing import count_cores, interleave, start_gloo, stock_groups
 
-__all__ = ["BLOCKS", "Sizes", "add_options", "measure", "sizes_of", "table"]
-
 STEPS_PER_BLOCK = 3
 _TOLERANCE = 1e-4
 

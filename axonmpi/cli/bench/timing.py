@@ -24,25 +24,6 @@ from ...interop.autoload import NAME, register
 from ...launch.cpu import usable_cores
 from ...utils.device import Device, device_at
 
-__all__ = [
-    "AXONMPI",
-    "WALL",
-    "Agreement",
-    "Clock",
-    "add_torch_group",
-    "all_gather_flat",
-    "calls_for",
-    "count_cores",
-    "device_clock",
-    "give_back",
-    "interleave",
-    "reduce_scatter_flat",
-    "start_gloo",
-    "start_torch",
-    "stock_groups",
-    "telling_clock",
-]
-
 MOST_CALLS = 16384
 
 # torch 2.13 gives these two operations new names, and warns of the old ones at every call.

@@ -19,8 +19,6 @@ from ...utils.text import aligned
 from .data_parallel import BATCH, batch_of, build_model, step_of, torch_ddp, torch_fsdp
 from .timing import interleave, start_gloo, stock_groups
 
-__all__ = ["measure", "table"]
-
 LARGE = 64 << 20
 _SMALL_CALLS, _LARGE_CALLS, _STEPS = 200, 2, 2
 

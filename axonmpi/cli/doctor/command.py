@@ -31,8 +31,6 @@ from .memory import leftovers, room
 from .network import fabric, path, speed, wrong_settings
 from .ranks import clocks, cores, places
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; collective over all ranks of the job.

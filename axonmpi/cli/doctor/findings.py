@@ -15,8 +15,6 @@ from typing import Literal
 
 from ...utils.text import counted
 
-__all__ = ["Finding", "Report", "State", "as_json", "as_text", "problem_of"]
-
 State = Literal["ok", "warn", "fail"]
 _NAME_WIDTH = 13
 

@@ -15,8 +15,6 @@ from ...utils.device import device_at, driver_version, gpu_count, peer_access
 from ...utils.text import counted, name_ranks
 from .findings import Finding
 
-__all__ = ["gpus"]
-
 
 @dataclass(frozen=True)
 class _Gpu:

@@ -11,8 +11,6 @@ from ...launch.start import Started
 from ...utils.text import name_ranks
 from .findings import Finding
 
-__all__ = ["limits"]
-
 _MIB = 1 << 20
 
 

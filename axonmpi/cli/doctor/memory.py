@@ -13,8 +13,6 @@ from ...launch.start import Started
 from ...utils.text import counted
 from .findings import Finding
 
-__all__ = ["leftovers", "room"]
-
 FOLDER = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 RANKS_SHARED_MEMORY = 16 << 20
 _MIB = float(1 << 20)

@@ -16,8 +16,6 @@ from ...launch.start import Started
 from ...utils.text import counted
 from .findings import Finding
 
-__all__ = ["fabric", "path", "speed", "wrong_settings"]
-
 SIZE = 1 << 20
 """Bytes of the all-reduce that is timed."""
 ROUNDS = 20

@@ -11,8 +11,6 @@ from ...launch.start import Started
 from ...utils.text import counted, in_ranges, name_ranks
 from .findings import Finding
 
-__all__ = ["clocks", "cores", "places"]
-
 ROUNDS = 8
 """Messages to each rank and back, of which the quickest tells most about its clock."""
 MOST_SKEW = 0.1

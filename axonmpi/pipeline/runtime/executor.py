@@ -30,8 +30,6 @@ from .step import Step
 from .transport import Wire
 from .wires import MessageWire
 
-__all__ = ["Executor"]
-
 _PHASES = {
     ActionKind.FORWARD: Phase.FORWARD,
     ActionKind.BACKWARD: Phase.BACKWARD,

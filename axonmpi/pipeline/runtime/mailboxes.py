@@ -27,8 +27,6 @@ from ..schedule.actions import Action, ActionKind
 from .payload import TensorForm
 from .wires import Outbox
 
-__all__ = ["Line", "Mailbox", "MailboxSize", "cells_needed", "last_uses", "make_mailboxes", "payload_bytes"]
-
 Line = tuple[int, int]
 """A direction of an edge: the stage that sends and the stage that receives."""
 

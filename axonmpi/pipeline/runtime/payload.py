@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "Forms", "TensorForm", "check_form", "form_of", "pack", "unpack"]
-
 
 @dataclass(frozen=True)
 class _Index:

@@ -21,8 +21,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...wrapping.autograd import is_watched
 
-__all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
-
 Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 """The class of nodes that add a gradient to that of a parameter."""
 

@@ -28,8 +28,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks, is_of_python
 
-__all__ = ["WeightGradients", "input_gradients"]
-
 
 class WeightGradients:
     """The second half of a backward, with the results of the first one that it needs.

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...utils.arguments import integer
 from .split_backward import WeightGradients, input_gradients
-
-__all__ = ["PipelineStage", "StageRun", "Synchronized"]
 
 
 @runtime_checkable

@@ -21,8 +21,6 @@ from ..batches import as_scalar
 from ..randomness import RandomStream, microbatch_seed
 from .payload import pack, unpack
 
-__all__ = ["Header", "Mode", "Step", "agree"]
-
 _NONE = -1
 
 

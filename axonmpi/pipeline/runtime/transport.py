@@ -21,8 +21,6 @@ from .mailboxes import Line, Mailbox, MailboxSize, cells_needed, make_mailboxes,
 from .payload import Forms
 from .wires import MessageWire, Outbox
 
-__all__ = ["Transport", "Wire"]
-
 Wire = MessageWire | Mailbox
 """One direction of an edge, at one of its ends."""
 

@@ -31,8 +31,6 @@ from ...utils.device import device_at
 from ...utils.waiting import Backoff
 from .payload import Form, TensorForm
 
-__all__ = ["MessageWire", "Outbox"]
-
 _YIELDS = 400
 """How often a rank that waits for a message yields its core before it naps."""
 _LENGTH = torch.int64

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-__all__ = ["Action", "ActionKind", "ComputeLists", "Datum", "Schedule", "chain", "check_edges", "parse_action"]
-
 Datum = tuple[bool, int, int]
 """The output (True) or the gradient of the input (False) of a stage, for a micro-batch."""
 

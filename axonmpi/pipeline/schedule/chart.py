@@ -17,8 +17,6 @@ from typing import Any
 from .actions import Action, ActionKind
 from .timeline import Span, Timeline
 
-__all__ = ["describe", "draw_chart", "text_chart", "text_scale"]
-
 _COLORS = {
     ActionKind.FORWARD: ("#4c86c6", "forward"),
     ActionKind.BACKWARD: ("#57a773", "backward"),

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 
 from .actions import Action, Schedule
 
-__all__ = ["ScheduleError", "fault"]
-
 _AROUND = 4
 
 

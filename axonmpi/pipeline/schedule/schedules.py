@@ -28,18 +28,6 @@ from ...utils.partition import split_bounds
 from .actions import Action, ActionKind, ComputeLists, Schedule, chain, check_edges
 from .transfers import with_transfers
 
-__all__ = [
-    "PipelineSchedule",
-    "gpipe",
-    "interleaved_one_f_one_b",
-    "loop_placement",
-    "make_schedule",
-    "one_f_one_b",
-    "v_placement",
-    "zero_bubble",
-    "zero_bubble_v",
-]
-
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 

@@ -24,8 +24,6 @@ from .actions import Action, ActionKind, Datum, Schedule
 from .grid import fault
 from .timeline import Span, Timeline
 
-__all__ = ["Costs", "measured_costs", "simulate"]
-
 Cost = float | Sequence[float]
 """One time for all stages, or one for each."""
 

@@ -9,8 +9,6 @@ from functools import cached_property
 
 from .actions import Action, ActionKind
 
-__all__ = ["Span", "Timeline"]
-
 _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 

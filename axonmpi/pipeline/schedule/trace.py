@@ -20,8 +20,6 @@ from typing import Any
 from .actions import Schedule, parse_action
 from .timeline import Span, Timeline
 
-__all__ = ["last_step", "read_trace", "write_trace"]
-
 _CATEGORY = "pipeline"
 _MICROSECONDS = 1e6
 

@@ -33,8 +33,6 @@ from .actions import Action, Datum, Schedule
 from .simulator import Costs, simulate
 from .timeline import Span
 
-__all__ = ["in_order_of_sends", "with_transfers"]
-
 _ONE_TICK_EACH = Costs(forward=1, backward=1, backward_input=1, backward_weight=1)
 
 

@@ -16,8 +16,6 @@ from .actions import Action, ActionKind, Datum, Schedule, check_edges
 from .grid import ScheduleError, fault
 from .simulator import simulate
 
-__all__ = ["ScheduleError", "validate"]
-
 _WHOLE, _HALVES = ActionKind.BACKWARD, (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 Positions = dict[Action, tuple[int, int]]
 """The rank and the step of each action."""

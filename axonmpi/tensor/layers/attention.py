@@ -26,15 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
 from ..regions import enter
 from ..shards import Shard
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import sum_over_copies
-
-__all__ = ["ParallelSelfAttention", "attention_weights", "tensor_parallel_attention"]
 
 
 class ParallelSelfAttention(nn.Module):

@@ -21,10 +21,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, hint, integer, number
-
-__all__ = ["BLOCKS", "ShardedDropout"]
 
 BLOCKS = 192
 """Into how many blocks a dimension is cut at most: a multiple of the usual widths."""

@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
 from ...utils.device import device_at
 from ..regions import check_sequence, leave
 from ..shards import Shard
 from .layer import ShardedLayer, group_third
-
-__all__ = ["VocabParallelEmbedding"]
 
 _ID_DTYPES = (torch.int64, torch.int32)
 

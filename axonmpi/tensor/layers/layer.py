@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from ...backends import wrap_dim
 from ...collectives.divided_parameters import axes_of, divide
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.device import device_at
 from ...wrapping.optimizer_hooks import mark_gradient, watch_optimizers
 from ...wrapping.partial import mark_state
 from ..shards import Shard
-
-__all__ = ["ShardedLayer", "group_third"]
 
 T = TypeVar("T")
 

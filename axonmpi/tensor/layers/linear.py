@@ -18,14 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
 from ..product import entered_product, summed_product
 from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard, check_divides
 from .layer import ShardedLayer, group_third
-
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 _Layer = TypeVar("_Layer", bound="_ParallelLinear")
 

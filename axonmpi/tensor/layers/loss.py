@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
 from ...utils.device import device_at
 from ..product import apply
 from ..regions import check_sequence, split_sequence
-
-__all__ = ["parallel_cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum", "none")
 _HALF = (torch.float16, torch.bfloat16)

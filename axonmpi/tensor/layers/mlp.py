@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer
 from ..shards import Shard, check_divides
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
-
-__all__ = ["Activation", "ParallelGatedMLP", "ParallelMLP"]
 
 Activation = str | Callable[[Tensor], Tensor]
 """A name, or a function that treats each feature alone."""

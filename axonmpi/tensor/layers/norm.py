@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...groups.world import ProcessGroup, group_of_this_rank
+from ...groups.process_group import ProcessGroup
+from ...groups.world import group_of_this_rank
 from ...utils.arguments import either_group_name
 from ..regions import shared
 from ..shards import Sharded
-
-__all__ = ["ACROSS_POSITIONS", "sequence_parallel_norm", "sum_over_copies"]
 
 ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 """Norms that need the whole sequence."""

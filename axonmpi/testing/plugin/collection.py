@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from ...utils.text import first_difference
 from .meeting import SessionStoppedError
 
-__all__ = ["merge_collected"]
-
 _USAGE_ERROR = 4
 
 

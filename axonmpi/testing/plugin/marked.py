@@ -9,18 +9,6 @@ import pytest
 
 from ...utils.device import gpu_count
 
-__all__ = [
-    "RANK_COUNT",
-    "is_for_all_ranks",
-    "marked_rank_count",
-    "parametrize_by_ranks",
-    "positive_seconds",
-    "refuse_examples_on_ranks",
-    "skip_what_cannot_run",
-    "timeout_of",
-    "uses_ranks",
-]
-
 RANK_COUNT = "rank_count"
 """The fixture through which a test is parametrised by its number of ranks."""
 

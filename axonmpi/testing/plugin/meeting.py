@@ -21,8 +21,6 @@ from ..rank_text import merge_texts
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "SessionEnd", "SessionStoppedError"]
-
 _INTERNAL_ERROR = 3
 
 

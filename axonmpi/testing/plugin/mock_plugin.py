@@ -23,8 +23,6 @@ from .marked import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
 from .rank_fixtures import FixturesOfRank, Plan, plan_for
 
-__all__ = ["MockRanks"]
-
 _FAILURES = pytest.StashKey[dict[int, BaseException]]()
 
 

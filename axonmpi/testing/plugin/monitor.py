@@ -36,8 +36,6 @@ from ...utils.waiting import Backoff, wait_until
 from ..rank_text import merge_texts
 from ..stacks import stack_of
 
-__all__ = ["Monitor"]
-
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _OTHERS_SECONDS = 60.0

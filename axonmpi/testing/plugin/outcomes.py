@@ -22,17 +22,6 @@ from _pytest._io import TerminalWriter
 from ...utils.text import name_ranks
 from ..rank_text import group_by_text
 
-__all__ = [
-    "FAILED",
-    "PASSED",
-    "MergedFailure",
-    "RankOutcome",
-    "Verdict",
-    "apply_verdict",
-    "merge_outcomes",
-    "outcome_of",
-]
-
 FAILED, XFAILED, XPASSED_STRICT, XPASSED = "failed", "xfailed", "xpassed strictly", "xpassed"
 PASSED, SKIPPED = "passed", "skipped"
 _REPORTED: dict[str, Literal["failed", "skipped", "passed"]] = {

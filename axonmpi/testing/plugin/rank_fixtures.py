@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FixturesOfRank", "Plan", "plan_for"]
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from ...groups.world import ProcessGroup, World, current_world, set_process_world
+from ...groups.process_group import ProcessGroup
+from ...groups.world import World, current_world, set_process_world
 from ...launch.variables import launched_ranks
 from ...observe import write_to
 from ..rank_text import merge_texts
@@ -25,8 +26,6 @@ from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .meeting import SessionEnd, SessionStoppedError
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .real_session import END_OF_SESSION, RealSession
-
-__all__ = ["RealRanks"]
 
 _ABOUT_OLD_FOLDERS = (
     r"ignore:\(rm_rf\) error removing:pytest.PytestWarning",

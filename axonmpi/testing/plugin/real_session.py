@@ -25,8 +25,6 @@ from .marked import positive_seconds
 from .meeting import Meeting, SessionStoppedError
 from .monitor import Monitor
 
-__all__ = ["END_OF_SESSION", "RealSession"]
-
 END_OF_SESSION = "the end of the session"
 
 

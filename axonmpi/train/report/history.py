@@ -11,8 +11,6 @@ from typing import Any
 
 from .metrics import HeldOutMetrics, StepMetrics
 
-__all__ = ["METRICS", "History", "read_history", "write_lines"]
-
 METRICS = "metrics.jsonl"
 
 

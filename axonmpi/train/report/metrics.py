@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from ...backends import Backend
 from ...types import Observer
 
-__all__ = ["CommunicationClock", "HeldOutMetrics", "Speedometer", "StepMetrics"]
-
 _WINDOW = 20  # steps over which a speed is averaged
 
 

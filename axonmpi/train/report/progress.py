@@ -12,8 +12,6 @@ from typing import Literal, TextIO
 from .metrics import StepMetrics
 from .terminal import terminal_width
 
-__all__ = ["LiveProgress", "PlainProgress", "SilentProgress", "make_progress"]
-
 _PLAIN_LINES = 10
 _REDRAW_SECONDS = 0.1
 

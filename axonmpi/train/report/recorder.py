@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...groups.world import ProcessGroup
+from ...groups.process_group import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
 from ...utils.text import counted, name_ranks
@@ -26,8 +26,6 @@ from ..config import Config
 from .history import METRICS, write_lines
 from .metrics import HeldOutMetrics, StepMetrics
 from .progress import make_progress
-
-__all__ = ["Recorder", "Summary", "open_recorder"]
 
 
 @dataclass(frozen=True)

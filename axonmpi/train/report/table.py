@@ -33,8 +33,6 @@ from ..layout import Layout
 from ..model import VOCABULARY_SIZE, GPTStage
 from ..parallel import Held
 
-__all__ = ["Share", "bytes_of_position", "layout_table"]
-
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
 _FLOAT = 4

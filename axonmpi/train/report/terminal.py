@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["terminal_width"]
-
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"}
 _DAEMONS = {"hydra_pmi_proxy", "orted", "prted", "slurmstepd"}
 _PROCESSES = Path("/proc")

@@ -14,8 +14,6 @@ from helpers.nodes import Nodes
 from jobs.faults.table import Fault
 from jobs.job import Job, send, wait_for
 
-__all__ = ["Outcome", "inject"]
-
 PROGRAMS = Path(__file__).with_name("programs.py")
 START_SECONDS = 30.0
 """How long a job may take to come to its fault, on a quiet machine."""

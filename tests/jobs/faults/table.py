@@ -7,8 +7,6 @@ from typing import Literal
 
 from jobs.faults.programs import HANGS
 
-__all__ = ["FAULTS", "ONE_NODE", "TWO_NODES", "Fault", "random_hangs"]
-
 Act = Literal["", "stop a rank", "kill the launcher", "cut the link", "fill /dev/shm", "mix", "no launcher"]
 Places = tuple[tuple[int, ...], ...]
 

@@ -24,8 +24,6 @@ from ....types import Work
 from ..timing import AXONMPI
 from .states import batch_for
 
-__all__ = ["measure"]
-
 
 class _Training(NamedTuple):
     """What trains, and is saved."""

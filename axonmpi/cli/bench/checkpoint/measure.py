@@ -23,8 +23,6 @@ from . import beside, planning
 from .states import ours, torchs
 from .ways import Ways, forget_pages, remove_all
 
-__all__ = ["add_options", "measure"]
-
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Measure on the ranks of `world`; collective. Times are in seconds, memory in bytes."""

@@ -24,8 +24,6 @@ from ....checkpoint.writing.plan import Share
 from ....fsdp.layout import Layout, by_elements
 from .states import build_model
 
-__all__ = ["FEW", "MANY", "measure"]
-
 FEW, MANY = 8, 4096
 _STATE = ("exp_avg", "exp_avg_sq")
 _RANDOM_BYTES = 5056

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ....fsdp import FullyShardedDataParallel
 from ....groups.world import World
 
-__all__ = ["Block", "blocks_for", "build_model", "ours", "torchs", "width_for"]
-
 _NUMBERS = 3 * 4
 """Bytes of a parameter element and of AdamW's two numbers for it."""
 _SMALL_MIBIBYTES = 100

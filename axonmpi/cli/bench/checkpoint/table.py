@@ -7,8 +7,6 @@ from typing import Any
 from ....utils.text import aligned
 from .planning import FEW, MANY
 
-__all__ = ["table"]
-
 _MIB = 1 << 20
 
 

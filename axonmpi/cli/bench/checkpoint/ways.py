@@ -17,8 +17,6 @@ from ....comm import barrier
 from ....groups.world import World
 from .states import flat_state
 
-__all__ = ["Ways", "forget_pages", "remove_all"]
-
 AXONMPI, PLAIN, DCP, HUGGING_FACE = "axonmpi", "plain", "dcp", "hugging face"
 
 Call = Callable[[], None]

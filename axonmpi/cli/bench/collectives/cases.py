@@ -20,19 +20,6 @@ from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_s
 from ....utils.memory import flat_zeros
 from ..timing import all_gather_flat, reduce_scatter_flat
 
-__all__ = [
-    "OPERATIONS",
-    "Case",
-    "Variant",
-    "format_size",
-    "format_time",
-    "mpi_variant",
-    "our_variant",
-    "parse_size",
-    "torch_variant",
-    "variants_of",
-]
-
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 CPU = torch.device("cpu")
 _ROOT = 0

@@ -39,9 +39,7 @@ from ..timing import (
     start_torch,
     telling_clock,
 )
-from .cases import OPERATIONS, Case, Variant, format_size, variants_of
-
-__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "library_name", "measure", "median_times"]
+from .cases import Case, Variant, format_size, variants_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")

@@ -26,8 +26,6 @@ from ..timing import Agreement
 from .cases import Case, mpi_variant
 from .measure import median_times
 
-__all__ = ["add", "measure"]
-
 
 def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dict[str, Any] | None:
     """Start MPI at MPI_THREAD_FUNNELED, and measure its operations on float32; collective.

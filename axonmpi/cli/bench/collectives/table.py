@@ -10,8 +10,6 @@ from typing import Any
 from ....utils.text import aligned, counted
 from .cases import format_size, format_time
 
-__all__ = ["VARIANTS", "plot", "table"]
-
 VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
 RATIOS = (("symmetric", "memcpy"), ("mpi", "symmetric"), ("mpi", "ordinary"), ("gloo", "symmetric"))
 _PATHS = {
