@@ -50,7 +50,7 @@ def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> T
     """
     start, stop = split_range(tensor.shape[dim], ranks.topology.size, ranks.topology.rank)
     if _is_small(ranks, call):
-        own = _reduce_small(ranks, call, tensor).narrow(dim, start, stop - start)
+        own = _reduce_small(ranks, call, tensor, (dim, start, stop - start))
         return own.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     # Rows of `dim` are made neighbours in memory, so that a slice is one range of it.
     moved = tensor.movedim(dim, 0) if dim else tensor
@@ -105,12 +105,21 @@ def _is_small(ranks: Connection, call: Call) -> bool:
     return ranks.rounds is not None and 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(call.dtype, call.nbytes)
 
 
-def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
-    """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
-    small: ReductionBetweenNodes = ranks.plans.get(call.key) or ranks.plans.add(
-        call.key, ReductionBetweenNodes(ranks, call)
-    )
-    return small.run(flat_elements(tensor).view(call.shape))
+def _reduce_small(
+    ranks: Connection, call: Call, tensor: Tensor, returned: tuple[int, int, int] | None = None
+) -> Tensor:
+    """Return the reduction of all data, or a slice, in `wide_dtype`, valid until the next collective; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        tensor: Any strides.
+        returned: The dim, start and length of the slice.
+    """
+    small: ReductionBetweenNodes | None = ranks.plans.get(call.key)
+    if small is None:
+        small = ranks.plans.add(call.key, ReductionBetweenNodes(ranks, call, returned))
+    return small.run(tensor.contiguous())
 
 
 def _reduce_in_place(

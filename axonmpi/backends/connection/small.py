@@ -92,9 +92,15 @@ class ReductionOnNode(_Small):
 
 
 class ReductionBetweenNodes(_Small):
-    """Small reductions of one dtype, shape and operation between nodes; the `Cargo` of their agreement."""
+    """Small reductions of one dtype, shape and operation between nodes; the `Cargo` of their agreement.
 
-    def __init__(self, ranks: Connection, call: Call) -> None:
+    Args:
+        ranks: The group.
+        call: The call.
+        returned: The dim, start and length of the slice of the result that `run` returns; None for the full result.
+    """
+
+    def __init__(self, ranks: Connection, call: Call, returned: tuple[int, int, int] | None = None) -> None:
         assert ranks.rounds is not None
         super().__init__(ranks, call)
         self._rounds, self._is_apart, self._ordered = ranks.rounds, ranks.is_apart, ranks.ordered
@@ -106,9 +112,10 @@ class ReductionBetweenNodes(_Small):
             nbytes, wide = self._total.nbytes, self._total.dtype
             firsts = [views_of(of_all[:1], 0, nbytes, wide)[0] for of_all in ranks.staging.buffers]
             self._results = [first.view(call.shape) for first in firsts]
+        self._returned = self._results if returned is None else [full.narrow(*returned) for full in self._results]
 
     def run(self, tensor: Tensor) -> Tensor:
-        """Agree, and return the reduction of contiguous data, in `wide_dtype`; collective.
+        """Agree, and return the reduction of contiguous data, or its slice, in `wide_dtype`; collective.
 
         Returns:
             The result on every rank, whatever the call's root; valid until the next collective.
@@ -121,7 +128,7 @@ class ReductionBetweenNodes(_Small):
         else:
             self._put(tensor)
         self._agree(self._call, 0, 0, self)
-        return self._results[(self._barrier.count - 1) % len(self._results)]
+        return self._returned[(self._barrier.count - 1) % len(self._returned)]
 
     def load(self) -> Payload:
         """Reduce the data of this node."""
