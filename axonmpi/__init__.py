@@ -13,7 +13,7 @@ from __future__ import annotations
 from . import autograd, comm, errors, testing
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
 from .checkpoint import CheckpointFolder, CheckpointInfo, PreemptionGuard, load_checkpoint, save_checkpoint
-from .collectives.gradient_norm import clip_grad_norm
+from .across_ranks.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
     all_gather_object,

@@ -20,7 +20,7 @@ ORDER = (
     ("observe",),
     ("backends",),
     ("groups",),
-    ("collectives",),
+    ("across_ranks",),
     ("comm", "autograd"),
     ("wrapping",),
     ("ddp", "fsdp", "tensor", "data"),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import check_same, raised_on_all
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import check_same, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import phase

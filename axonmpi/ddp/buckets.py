@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import by_kind
-from ..collectives.agreement import gradient_strides
+from ..across_ranks.comparison import gradient_strides
 from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives.agreement import check_same
+from ..across_ranks.comparison import check_same
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group

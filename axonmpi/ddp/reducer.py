@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives.divided_parameters import Axis, axes_of, replicate
+from ..across_ranks.sharded_parameters import Axis, axes_of, replicate
 from ..errors import RankFailedError, UnusedParameterError
 from ..groups.process_group import ProcessGroup
 from ..launch.board import enter_phase

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import broadcast_coalesced
-from ..collectives.agreement import check_same_buffers, check_same_model
-from ..collectives.divided_parameters import check_not_divided, mark_divided
+from ..across_ranks.comparison import check_same_buffers, check_same_model
+from ..across_ranks.sharded_parameters import check_not_divided, mark_divided
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank

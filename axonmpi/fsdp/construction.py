@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..collectives.divided_parameters import mark_divided
+from ..across_ranks.sharded_parameters import mark_divided
 from .flat_parameter import FlatParameter, ShardedParameter, State
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import Sizes
-from ..collectives.divided_parameters import divide, mark_part
+from ..across_ranks.sharded_parameters import divide, mark_part
 from ..groups.process_group import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..backends import wide_dtype
-from ..collectives.divided_parameters import Axis, axes_of, replicate
+from ..across_ranks.sharded_parameters import Axis, axes_of, replicate
 from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors

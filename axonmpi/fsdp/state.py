@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same
-from ..collectives.divided_parameters import axes_of
+from ..across_ranks.comparison import check_same
+from ..across_ranks.sharded_parameters import axes_of
 from ..utils.arguments import check_flags
 from ..wrapping.optimizer_hooks import parameters_of
 from ..wrapping.partial import as_part_of_state

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import broadcast_coalesced
-from ..collectives.agreement import check_same_model
-from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
+from ..across_ranks.comparison import check_same_model
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.device import device_at

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..collectives.agreement import check_batch_norms
-from ..collectives.divided_parameters import divided_modules, in_common
+from ..across_ranks.comparison import check_batch_norms
+from ..across_ranks.sharded_parameters import divided_modules, in_common
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import integer, member
 from .runtime.stage import PipelineStage, Synchronized

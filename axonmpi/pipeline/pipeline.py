@@ -24,8 +24,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
-from ..collectives.agreement import check_same, raised_on_all
-from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
+from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import check_same, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
 from ..utils.arguments import either_group_name, integer

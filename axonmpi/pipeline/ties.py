@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import Backend, all_gather_object
-from ..collectives.divided_parameters import elements_of
+from ..across_ranks.sharded_parameters import elements_of
 from ..groups.process_group import ProcessGroup
 
 Tie = tuple[tuple[int, str], ...]

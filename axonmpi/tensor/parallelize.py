@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same, check_same_model, raised_on_all
+from ..across_ranks.comparison import check_same, check_same_model, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import check_same, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags
 from .shards import Shard, Sharded

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..backends import Backend
-from ..collectives.gradient_norm import clip_grad_norm
+from ..across_ranks.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from ..groups.mesh import DeviceMesh

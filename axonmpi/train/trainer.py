@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.preemption import PreemptionGuard
-from ..collectives.agreement import check_same
+from ..across_ranks.comparison import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from ..launch.board import phase

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..collectives.divided_parameters import axes_of, elements_of
+from ..across_ranks.sharded_parameters import axes_of, elements_of
 from ..utils.torch_internals import plain_tensors
 from .partial import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..collectives.divided_parameters import axes_of, is_shown_in_part
+from ..across_ranks.sharded_parameters import axes_of, is_shown_in_part
 from ..utils.torch_internals import plain_tensors
 from .elementwise import Scope, fits_elements, is_view, name_of, scope_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...backends import Backend
-from ...collectives.agreement import check_same, raised_on_all
+from ...across_ranks.comparison import check_same, raised_on_all
 from ...utils.device import device_at
 from ..batches import as_scalar
 from ..randomness import RandomStream, microbatch_seed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends import wrap_dim
-from ...collectives.divided_parameters import axes_of, divide
+from ...across_ranks.sharded_parameters import axes_of, divide
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.device import device_at

@@ -29,7 +29,7 @@ from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
 from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
-from .divided_parameters import Axis, axes_of, replicas_of
+from .sharded_parameters import Axis, axes_of, replicas_of
 
 Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 """On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""

@@ -20,7 +20,7 @@ from ..backends import Backend, gather_if_different
 from ..errors import CollectiveMismatchError
 from ..groups.process_group import ProcessGroup
 from ..utils.text import first_difference, text_of_problems
-from .divided_parameters import check_not_divided
+from .sharded_parameters import check_not_divided
 
 
 @contextmanager
