@@ -11,9 +11,9 @@ Importing this package starts nothing: no MPI, no CUDA, no thread.
 from __future__ import annotations
 
 from . import autograd, comm, errors, testing
+from .across_ranks.gradient_norm import clip_grad_norm
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
 from .checkpoint import CheckpointFolder, CheckpointInfo, PreemptionGuard, load_checkpoint, save_checkpoint
-from .across_ranks.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
     all_gather_object,

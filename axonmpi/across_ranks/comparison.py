@@ -1,7 +1,7 @@
 """Whether all ranks have the same, and which of them differ.
 
     raised_on_all       a mistake that one rank finds is an error on all ranks, instead of a hang on the others
-    check_same          the same texts on all ranks, or an error that shows the first difference
+    same_on_all_ranks          the same texts on all ranks, or an error that shows the first difference
     check_same_model    the same parameters, buffers and arguments
 
 All of them are collective, and are called once: when a model is wrapped or divided, or a state is loaded.
@@ -20,7 +20,7 @@ from ..backends import Backend, gather_if_different
 from ..errors import CollectiveMismatchError
 from ..groups.process_group import ProcessGroup
 from ..utils.text import first_difference, text_of_problems
-from .sharded_parameters import check_not_divided
+from .sharded_parameters import check_not_sharded
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def raised_on_all(backend: Backend) -> Iterator[None]:
         raise raised from problem
 
 
-def check_same(
+def same_on_all_ranks(
     backend: Backend, own: Iterable[str], what: str, todo: str, error: type[Exception] = ValueError
 ) -> None:
     """Raise on all ranks unless all have the same texts in the same order; collective.
@@ -82,12 +82,12 @@ def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[
             without a shape.
     """
     with raised_on_all(group.backend):
-        check_not_divided(module, group)
+        check_not_sharded(module, group)
         check_batch_norms(module)
         if group.size > 1:
             _check_embeddings(module)
     what, todo = "the model is not the same on all ranks", "Build and wrap the model in the same way on every rank."
-    check_same(group.backend, _description(module, arguments), what, todo)
+    same_on_all_ranks(group.backend, _description(module, arguments), what, todo)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
@@ -104,7 +104,7 @@ def check_same_buffers(module: nn.Module, group: ProcessGroup) -> None:
         "Call the same model on every rank, let its buffers change alike, or keep each rank's own with "
         "broadcast_buffers=False."
     )
-    check_same(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
+    same_on_all_ranks(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
 
 
 def check_batch_norms(module: nn.Module) -> None:

@@ -29,7 +29,7 @@ from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
 from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
-from .sharded_parameters import Axis, axes_of, replicas_of
+from .sharded_parameters import Axis, axes_of, replica_axis
 
 Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 """On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""
@@ -72,8 +72,8 @@ def clip_grad_norm(
         RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
     """
     named = _named(parameters)
-    axes = divided_axes(parameter for _, parameter in named)
-    if group is None and copies is None and (axes or any(replicas_of(parameter) for _, parameter in named)):
+    axes = sharding_axes(parameter for _, parameter in named)
+    if group is None and copies is None and (axes or any(replica_axis(parameter) for _, parameter in named)):
         groups = [axis.group for axis in axes]
     else:
         groups = [group_of_this_rank(group, "group")]
@@ -157,7 +157,7 @@ def _clip(
     return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
-def divided_axes(parameters: Iterable[Tensor]) -> list[Axis]:
+def sharding_axes(parameters: Iterable[Tensor]) -> list[Axis]:
     """Return the axes along which some of the parameters are divided, each once; local."""
     return list({axis.group.ranks: axis for parameter in parameters for axis in axes_of(parameter)}.values())
 
@@ -179,7 +179,7 @@ def copy_counts(
     named = list(named)
     if copies is None:
         asked = {rank for group in groups for rank in group.ranks}
-        axes = divided_axes(p for _, p in named)
+        axes = sharding_axes(p for _, p in named)
         return [_copies_among(asked, axes, parameter) for _, parameter in named]
     if isinstance(copies, Mapping):
         names = {name for name, _ in named}
@@ -196,7 +196,7 @@ def copy_counts(
 def _copies_among(asked: Collection[int], axes: Iterable[Axis], parameter: Tensor) -> float:
     """Return how many of the ranks that are asked have the same gradient of a parameter; local."""
     own = {axis.group.ranks: axis.copies for axis in axes_of(parameter)}
-    replicas = replicas_of(parameter)
+    replicas = replica_axis(parameter)
     all_axes = [*axes, replicas] if replicas is not None else axes
     return math.prod(
         max(1, min(own.get(axis.group.ranks, axis.group.size), sum(rank in asked for rank in axis.group.ranks)))

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
@@ -77,7 +77,7 @@ class CheckpointFolder:
         with raised_on_all(backend):
             self.root = Path(os.path.abspath(os.fspath(root)))
             self.keep = None if keep is None else integer("keep", keep, minimum=1)
-        check_same(
+        same_on_all_ranks(
             backend,
             [f"root {self.root}", f"keep {self.keep}"],
             "CheckpointFolder: the arguments are not the same on all ranks",

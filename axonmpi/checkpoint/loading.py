@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
@@ -111,7 +111,7 @@ def load_checkpoint(
         target = Path(os.path.realpath(os.fspath(path)))
     arguments = [f"path {os.path.abspath(path)}", f"strict {strict}", f"dtype {dtype}", f"random {random}"]
     arguments += [f"{name} {value is not None}" for name, value in {"optimizer": optimizer, **states}.items()]
-    check_same(
+    same_on_all_ranks(
         ranks.all.backend,
         arguments,
         "load_checkpoint: the arguments are not the same on all ranks",

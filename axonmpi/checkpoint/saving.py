@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import phase
@@ -137,7 +137,7 @@ def save_checkpoint(
         f"max {max_file_size}",
     ]
     arguments.append(f"optimizer {optimizer is not None}")
-    check_same(
+    same_on_all_ranks(
         ranks.all.backend,
         arguments,
         "save_checkpoint: the arguments are not the same on all ranks",

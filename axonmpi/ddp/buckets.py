@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..backends import by_kind
 from ..across_ranks.comparison import gradient_strides
+from ..backends import by_kind
 from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros

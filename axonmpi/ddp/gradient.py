@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..across_ranks.comparison import check_same
+from ..across_ranks.comparison import same_on_all_ranks
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
@@ -208,7 +208,7 @@ class GradientSynchronizer:
             chosen_group(group)
         if self.strategy is not GradSyncStrategy.NO_SYNC:
             group = chosen_group(group)
-            check_same(
+            same_on_all_ranks(
                 group.backend,
                 self._description(num_params),
                 "the ranks of this group added different gradients, so none was reduced",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..across_ranks.sharded_parameters import Axis, axes_of, replicate
+from ..across_ranks.sharded_parameters import Axis, axes_of, mark_replicated
 from ..errors import RankFailedError, UnusedParameterError
 from ..groups.process_group import ProcessGroup
 from ..launch.board import enter_phase
@@ -98,7 +98,7 @@ class Reducer:
     def _take(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
-        replicate(self._parameters, self._axis)
+        mark_replicated(self._parameters, self._axis)
         self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
         self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._buckets: list[Bucket] = []

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends import broadcast_coalesced
 from ..across_ranks.comparison import check_same_buffers, check_same_model
-from ..across_ranks.sharded_parameters import check_not_divided, mark_divided
+from ..across_ranks.sharded_parameters import check_not_sharded, mark_sharded_layers
+from ..backends import broadcast_coalesced
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
@@ -110,7 +110,7 @@ class DistributedDataParallel(Wrapper):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
-        mark_divided(module)
+        mark_sharded_layers(module)
         self._reducer = Reducer(_trained(module), self.process_group, **self._options)
 
     @property
@@ -209,7 +209,7 @@ class DistributedDataParallel(Wrapper):
 
     def broadcast_state(self, src: int) -> None:
         """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
-        check_not_divided(self.module, self.process_group)  # layers may have been divided after wrapping
+        check_not_sharded(self.module, self.process_group)  # layers may have been divided after wrapping
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_coalesced(self.process_group.backend, [t.detach() for t in tensors if t.numel()], src)
         self._equal_buffers = _versions(self.module.buffers())
@@ -277,7 +277,7 @@ class DistributedDataParallel(Wrapper):
             return  # torch.func.functional_call shows others: their gradients reach the parameters, or nobody
         if self._reducer.fits([parameter for parameter in shown if parameter.requires_grad]):
             return
-        check_not_divided(self.module, self.process_group)
+        check_not_sharded(self.module, self.process_group)
         added = self._reducer.follow(_trained(self.module))
         broadcast_coalesced(self.process_group.backend, [p.detach() for p in added if p.numel()], 0)
 

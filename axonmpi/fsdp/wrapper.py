@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends import broadcast_coalesced
 from ..across_ranks.comparison import check_same_model
-from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
+from ..backends import broadcast_coalesced
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.device import device_at
@@ -232,7 +232,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         elif copies is not None:
             asked = [self._groups.shard]
         else:
-            asked = [axis.group for axis in divided_axes(sharded for _, sharded in named)]
+            asked = [axis.group for axis in sharding_axes(sharded for _, sharded in named)]
         times = 1 if copies is None else replicas  # else the sharded parameters know
         counts = copy_counts(named, copies, asked)
         return [(sharded, count * times) for (_, sharded), count in zip(named, counts, strict=True)], asked

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
 from ..backends import all_gather_object, broadcast_object
-from ..across_ranks.comparison import check_same, raised_on_all
-from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
@@ -107,7 +107,7 @@ class Pipeline(nn.Module, ClipsGradients):
             modules = own_modules(stages, self._group)
             plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
         what = "the arguments of Pipeline are not the same on all ranks"
-        check_same(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
+        same_on_all_ranks(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
         self._plan = plan
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
         self._runs = {stage: StageRun(module) for stage, module in modules.items()}
@@ -256,7 +256,7 @@ class Pipeline(nn.Module, ClipsGradients):
             )
         named = list(self.named_parameters())
         if group is None and copies is None:
-            asked = [*(axis.group for axis in divided_axes(self.parameters())), stages]
+            asked = [*(axis.group for axis in sharding_axes(self.parameters())), stages]
         elsewhere = set[int]().union(*(tied.elsewhere for tied in self._tied))
         counted: list[tuple[Tensor, float]] = [
             (parameter, math.inf if id(parameter) in elsewhere else count)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
@@ -209,7 +209,7 @@ def _times(
         times = _measured(pieces, sample, repeats) if group.rank == 0 else []
     own = f"{num_stages} stages of {len(pieces)} pieces"
     what = "the ranks cut different numbers of stages from different numbers of pieces"
-    check_same(group.backend, [own], what, "Give all of them the same model and num_stages.")
+    same_on_all_ranks(group.backend, [own], what, "Give all of them the same model and num_stages.")
     agreed: list[int] = group.broadcast_object(times)
     return agreed
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags
 from .shards import Shard, Sharded
@@ -50,7 +50,7 @@ def full_state_dict(
     with raised_on_all(group.backend):
         _check_fit("state", parts, state, whole=False)
     what = "state: expected the same names in the same order on all ranks"
-    check_same(group.backend, parts, what, "Give the state of the same model on every rank.")
+    same_on_all_ranks(group.backend, parts, what, "Give the state of the same model on every rank.")
     wants = not rank0_only or group.rank == 0
     result = {}
     for name, value in state.items():

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backends import Backend
 from ..across_ranks.gradient_norm import clip_grad_norm
+from ..backends import Backend
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from ..groups.mesh import DeviceMesh
