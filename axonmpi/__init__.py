@@ -77,11 +77,11 @@ from .fsdp import (
     ShardedGradScaler,
     ShardingStrategy,
 )
-from .groups.mesh import DeviceMesh
 from .groups.process_group import ProcessGroup
 from .groups.world import World
 from .interop import autoload
 from .launch.exit import REQUEUE_EXIT_CODE
+from .mesh import DeviceMesh
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
     ColumnParallelLinear,

@@ -21,7 +21,7 @@ ORDER = (
     ("backends",),
     ("groups",),
     ("across_ranks",),
-    ("comm", "autograd"),
+    ("comm", "autograd", "mesh"),
     ("wrapping",),
     ("ddp", "fsdp", "tensor", "data"),
     ("pipeline",),

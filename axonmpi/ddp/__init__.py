@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .gradient import GradientBucket, GradientSynchronizer
+from .gradient_synchronizer import GradientBucket, GradientSynchronizer
 from .wrapper import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel", "GradientBucket", "GradientSynchronizer"]

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from ..across_ranks.comparison import same_on_all_ranks
 from ..checkpoint.preemption import PreemptionGuard
-from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from ..launch.board import phase
 from ..launch.page import Phase
+from ..mesh import DeviceMesh
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import axonmpi as ax
-from axonmpi.groups.mesh import nearest_shapes
 from axonmpi.launch.topology import Topology
+from axonmpi.mesh import nearest_shapes
 
 SHAPES = (
     *({"all": 1}, {"all": 4}, {"dp": 1, "pp": 4, "tp": 1}, {"dp": 2, "pp": 1, "tp": 2}, {"dp": 2, "pp": 2}),

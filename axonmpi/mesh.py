@@ -21,11 +21,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import LocalBackend, all_gather_number, gather_if_different
-from ..utils.arguments import integer
-from ..utils.text import counted, lines_of_ranks, ranks_by_text, text_of_problems
-from .process_group import ProcessGroup
-from .world import World, get_world
+from .backends import LocalBackend, all_gather_number, gather_if_different
+from .groups.process_group import ProcessGroup
+from .groups.world import World, get_world
+from .utils.arguments import integer
+from .utils.text import counted, lines_of_ranks, ranks_by_text, text_of_problems
 
 INFERRED = -1
 """The size of an axis that gets the ranks which the other axes leave."""
