@@ -33,7 +33,6 @@ from .errors import DtypeError
 from .groups.process_group import ProcessGroup
 from .groups.world import chosen_group
 from .types import ReduceOp
-from .utils.arguments import either_group_name
 from .utils.partition import split_sizes
 
 _Operation = Callable[[Tensor, "_Slices"], Tensor]
@@ -41,7 +40,6 @@ _Operation = Callable[[Tensor, "_Slices"], Tensor]
 __all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scan", "scatter"]
 
 
-@either_group_name
 def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the tensor; backward sums the ranks' gradients. Local forward, collective backward.
 
@@ -57,7 +55,6 @@ def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _apply(_Pair, tensor, _same, _summed, _Slices(group))
 
 
-@either_group_name
 def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum over all ranks; backward passes the gradient on. Collective forward, local backward.
 
@@ -73,7 +70,6 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _apply(_Pair, tensor, _summed, _same, _Slices(group))
 
 
-@either_group_name
 def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice along `dim`; backward concatenates the ranks' gradients.
 
@@ -89,7 +85,6 @@ def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> 
     return _apply(_Pair, tensor, _own_slice, _joined, _slices(tensor, chosen_group(group), dim))
 
 
-@either_group_name
 def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward takes this rank's slice of the gradient.
 
@@ -106,7 +101,6 @@ def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> T
     return _apply(_Pair, tensor, _joined, _own_slice, slices)
 
 
-@either_group_name
 def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice of the sum over all ranks; backward concatenates the ranks' gradients.
 
@@ -122,7 +116,6 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
     return _apply(_Pair, tensor, _own_slice_of_sum, _joined, _slices(tensor, chosen_group(group), dim))
 
 
-@either_group_name
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward sums the gradients and takes this rank's slice.
 
@@ -139,7 +132,6 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) 
     return _apply(_Pair, tensor, _joined, _own_slice_of_sum, slices)
 
 
-@either_group_name
 def all_to_all(
     tensor: Tensor, group: ProcessGroup | None = None, split_dim: int = 0, concat_dim: int = 0
 ) -> Tensor:
@@ -164,7 +156,6 @@ def all_to_all(
     return _apply(_AllToAll, tensor, group, split_dim, concat_dim, sizes)
 
 
-@either_group_name
 def scan(tensor: Tensor, group: ProcessGroup | None = None, *, exclusive: bool = False) -> Tensor:
     """Return the sum over ranks 0 to this one; backward sums gradients over this rank and those behind; collective.
 

@@ -17,7 +17,6 @@ from .errors import CommunicatorError
 from .groups.process_group import ProcessGroup
 from .groups.world import World, chosen_group, current_world, get_world
 from .types import ReduceOp, Seconds, Work
-from .utils.arguments import either_group_name, given_twice
 
 __all__ = [
     "all_gather",
@@ -148,19 +147,16 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     return get_world().new_group(ranks)
 
 
-@either_group_name
 def rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in the group, -1 outside it; local."""
     return chosen_group(group).rank
 
 
-@either_group_name
 def world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in the group; local."""
     return chosen_group(group).size
 
 
-@either_group_name
 def is_main_process(group: ProcessGroup | None = None) -> bool:
     """Say whether this is rank 0 of the group; local."""
     return chosen_group(group).rank == 0
@@ -174,49 +170,37 @@ def all_reduce(
     op: ReduceOp | str = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    process_group: ProcessGroup | None = None,  # written out: of a small one a wrapper would be a noticeable part
 ) -> Work | None:
     """Reduce over all ranks, in place; collective; a `Work` when asynchronous. See `Backend.all_reduce`."""
-    if process_group is not None:
-        if group is not None:
-            raise given_twice("group", "process_group")
-        group = process_group
     backend = (get_world().default_group if group is None else chosen_group(group)).backend
     return backend.all_reduce(t, op, async_op=async_op)
 
 
-@either_group_name
 def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Sum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_sum(t)
 
 
-@either_group_name
 def all_reduce_mean(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_mean(t)
 
 
-@either_group_name
 def all_reduce_min(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_min(t)
 
 
-@either_group_name
 def all_reduce_max(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_max(t)
 
 
-@either_group_name
 def all_reduce_product(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Multiply over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_product(t)
 
 
-@either_group_name
 def reduce(
     t: Tensor,
     dst: int,
@@ -228,19 +212,16 @@ def reduce(
     return chosen_group(group, habit=_ROOT).reduce(t, dst, op, async_op)
 
 
-@either_group_name
 def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice along `dim` of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
     return chosen_group(group, habit=_DIM).reduce_scatter_sum(t, dim, async_op)
 
 
-@either_group_name
 def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
     return chosen_group(group, habit=_DIM).reduce_scatter_mean(t, dim, async_op)
 
 
-@either_group_name
 def scan(
     t: Tensor,
     op: ReduceOp | str = ReduceOp.SUM,
@@ -253,19 +234,16 @@ def scan(
     return chosen_group(group).scan(t, op, async_op, exclusive=exclusive)
 
 
-@either_group_name
 def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
     """Allocate a tensor that all ranks of a node can read and write; collective. See `Backend`."""
     return chosen_group(group).symmetric_empty(shape, dtype)
 
 
-@either_group_name
 def sync_gradient(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).sync_gradient(t)
 
 
-@either_group_name
 def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Average gradients over all ranks, in place, as few large reductions; collective.
 
@@ -283,7 +261,6 @@ def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
 # ---- copies -----------------------------------------------------------------------------------------------
 
 
-@either_group_name
 def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank 0's tensor to all ranks, in place; collective. See `Backend.broadcast`."""
     return chosen_group(group, habit="broadcast_from(t, src) copies from a rank that is named").broadcast(
@@ -291,25 +268,21 @@ def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = Fal
     )
 
 
-@either_group_name
 def broadcast_from(t: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
     return chosen_group(group, habit=_ROOT).broadcast_from(t, src, async_op)
 
 
-@either_group_name
 def all_gather(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
     return chosen_group(group, habit=_DIM).all_gather(t, dim, async_op)
 
 
-@either_group_name
 def gather_tensor(t: Tensor, dst: int = 0, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
     return chosen_group(group, habit=_ROOT).gather_tensor(t, dst, async_op)
 
 
-@either_group_name
 def scatter_tensor(
     t: Tensor | None, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
@@ -317,25 +290,21 @@ def scatter_tensor(
     return chosen_group(group, habit=_ROOT).scatter_tensor(t, src, async_op)
 
 
-@either_group_name
 def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Send `tensors[i]` to rank i and return what each rank sent here; collective. See `Backend.all_to_all`."""
     return chosen_group(group).all_to_all(tensors, async_op)
 
 
-@either_group_name
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Wait until all ranks have come here; collective."""
     return chosen_group(group).barrier(async_op)
 
 
-@either_group_name
 def broadcast_object(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
     """Return rank `src`'s picklable object on all ranks; collective."""
     return chosen_group(group).broadcast_object(obj, src)
 
 
-@either_group_name
 def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Return the picklable objects of all ranks, in rank order; collective."""
     return chosen_group(group).all_gather_object(obj)
@@ -344,25 +313,21 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 # ---- point to point ---------------------------------------------------------------------------------------
 
 
-@either_group_name
 def send(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send to rank `dst`; returns when the tensor may be changed. See `Backend.send`."""
     chosen_group(group, habit=_TAG).send(t, dst, tag)
 
 
-@either_group_name
 def recv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Receive from rank `src`, in place. See `Backend.recv`."""
     chosen_group(group, habit=_TAG).recv(t, src, tag)
 
 
-@either_group_name
 def isend(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to send to rank `dst`. See `Backend.isend`."""
     return chosen_group(group, habit=_TAG).isend(t, dst, tag)
 
 
-@either_group_name
 def irecv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to receive from rank `src`, in place. See `Backend.irecv`."""
     return chosen_group(group, habit=_TAG).irecv(t, src, tag)

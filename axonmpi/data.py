@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Sampler
 
 from .groups.world import current_world
-from .utils.arguments import check_flags, either_name, integer
+from .utils.arguments import check_flags, integer
 
 __all__ = ["DistributedSampler"]
 
@@ -75,16 +75,23 @@ class DistributedSampler(Sampler[int]):
         length: Number of samples in the dataset.
     """
 
-    @either_name("dataset", "dataset_or_length")
     def __init__(
         self,
-        dataset: Sized | int,
+        dataset: Sized | int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        dataset_or_length: Sized | int | None = None,
     ) -> None:
+        if dataset_or_length is not None:
+            if dataset is not None:
+                raise TypeError(
+                    "dataset: expected it once, got it also as dataset_or_length=, which means the same"
+                )
+            dataset = dataset_or_length
         check_flags(shuffle=shuffle, drop_last=drop_last)
         self.dataset = dataset
         self.length = _length(dataset)
@@ -231,7 +238,7 @@ class DistributedSampler(Sampler[int]):
             )
 
 
-def _length(dataset: Sized | int) -> int:
+def _length(dataset: object) -> int:
     # A dataset may itself be a tensor of one element, which would pass for an integer: ask for len() first.
     if isinstance(dataset, Sized):
         length = len(dataset)

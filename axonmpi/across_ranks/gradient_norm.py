@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..backends import Backend
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..utils.arguments import check_flags, either_group_name, number
+from ..utils.arguments import check_flags, number
 from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
 from .sharded_parameters import Axis, axes_of, replica_axis
@@ -37,7 +37,6 @@ Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 _TINY = 1e-6
 
 
-@either_group_name
 def clip_grad_norm(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,
@@ -96,7 +95,6 @@ class ClipsGradients(ABC):
             summed over one after the other.
         """
 
-    @either_group_name
     def clip_grad_norm(
         self,
         max_norm: float,

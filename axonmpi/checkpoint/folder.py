@@ -31,7 +31,7 @@ from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..types import Seconds
-from ..utils.arguments import either_group_name, integer
+from ..utils.arguments import integer
 from .background import Background
 from .files.folders import check_own, partial_of, recover
 from .files.intact import damage_of
@@ -68,7 +68,6 @@ class CheckpointFolder:
         CheckpointError: The folder cannot be read or tidied up, or another job has it; on all ranks.
     """
 
-    @either_group_name
     def __init__(
         self, root: str | os.PathLike[str], keep: int | None = 3, *, group: ProcessGroup | None = None
     ) -> None:

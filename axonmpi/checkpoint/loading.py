@@ -24,7 +24,7 @@ from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
-from ..utils.arguments import check_flags, either_group_name
+from ..utils.arguments import check_flags
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
@@ -60,7 +60,6 @@ class CheckpointInfo:
     unexpected: tuple[str, ...] = ()
 
 
-@either_group_name
 @phase(Phase.CHECKPOINT)
 def load_checkpoint(
     path: str | os.PathLike[str],

@@ -23,7 +23,7 @@ from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
 from ..types import Work
-from ..utils.arguments import check_flags, either_group_name, integer
+from ..utils.arguments import check_flags, integer
 from ..wrapping.optimizer_hooks import parameters_of
 from .agreed import agree
 from .background import Background
@@ -53,7 +53,6 @@ class Stateful(Protocol):
         """Take a state."""
 
 
-@either_group_name
 @phase(Phase.CHECKPOINT)
 def save_checkpoint(
     path: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
-from ..utils.arguments import either_group_name, integer, member
+from ..utils.arguments import integer, member
 from ..utils.partition import bucket_by_size
 
 
@@ -186,7 +186,6 @@ class GradientSynchronizer:
             raise DtypeError(f"t: expected a floating-point or complex gradient, got {t.dtype}")
         self._added[index] = torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t.detach())
 
-    @either_group_name
     def sync_all(self, group: ProcessGroup | None = None) -> None:
         """Average the gradients added in this round over the ranks of a group; collective, but local with NO_SYNC.
 

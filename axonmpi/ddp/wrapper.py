@@ -22,7 +22,7 @@ from ..groups.world import group_of_this_rank
 from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..types import GradSyncStrategy
-from ..utils.arguments import check_flags, either_group_name, hint, member
+from ..utils.arguments import check_flags, hint, member
 from ..utils.torch_internals import in_backward, outside_compile
 from ..wrapping.backward import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
@@ -63,7 +63,6 @@ class DistributedDataParallel(Wrapper):
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
     """
 
-    @either_group_name
     def __init__(
         self,
         module: nn.Module,

@@ -14,7 +14,7 @@ from ..across_ranks.comparison import check_same_model
 from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
 from ..backends import broadcast_coalesced
 from ..groups.process_group import ProcessGroup
-from ..utils.arguments import check_flags, check_functions, either_group_name, member
+from ..utils.arguments import check_flags, check_functions, member
 from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating
@@ -82,7 +82,6 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     Source: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
     """
 
-    @either_group_name
     def __init__(
         self,
         module: nn.Module,

@@ -28,7 +28,7 @@ from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sh
 from ..backends import all_gather_object, broadcast_object
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, group_of_this_rank
-from ..utils.arguments import check_flags, check_functions, either_group_name, integer
+from ..utils.arguments import check_flags, check_functions, integer
 from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
@@ -78,7 +78,6 @@ class Pipeline(nn.Module, ClipsGradients):
         ValueError: The stages do not fit the ranks or the schedule, or the ranks' arguments differ; on all ranks.
     """
 
-    @either_group_name
     def __init__(
         self,
         stages: Sequence[PipelineStage],
@@ -120,7 +119,6 @@ class Pipeline(nn.Module, ClipsGradients):
         self._names: StateNames | None = None
 
     @classmethod
-    @either_group_name
     def from_modules(
         cls,
         modules: Sequence[nn.Module | None],

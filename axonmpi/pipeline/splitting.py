@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
-from ..utils.arguments import either_group_name, integer
+from ..utils.arguments import integer
 from ..utils.device import device_at
 from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
@@ -42,7 +42,6 @@ class _Piece(NamedTuple):
         return f"{'.'.join(self.path)!r}, a {type(self.module).__name__}"
 
 
-@either_group_name
 def split_module(
     module: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
     num_stages: int,

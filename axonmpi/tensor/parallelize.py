@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..across_ranks.comparison import check_same_model, raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..utils.arguments import check_flags, either_group_name, integer
+from ..utils.arguments import check_flags, integer
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -35,7 +35,6 @@ Place = tuple[nn.Module, str]
 """A module and a name in it."""
 
 
-@either_group_name
 def tensor_parallelize(
     module: _Module,
     plan: Plan | str | None = None,
