@@ -1,34 +1,27 @@
-"""Whether all ranks have the same, and which of them differ.
+"""Comparisons of ranks, and one error on all of them in place of a hang.
 
-    raised_on_all       a mistake that one rank finds is an error on all ranks, instead of a hang on the others
-    same_on_all_ranks          the same texts on all ranks, or an error that shows the first difference
-    check_same_model    the same parameters, buffers and arguments
+    raised_on_all       a block whose TypeError or ValueError on any rank is raised on all
+    first_rank_does     a function of rank 0: all ranks return its result, or raise its error
+    same_on_all_ranks   texts that must agree; the error shows the first difference
 
-All of them are collective, and are called once: when a model is wrapped or divided, or a state is loaded.
+All three are collective. They cost one small reduction while nothing is wrong; `first_rank_does` broadcasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter, is_lazy
-
-from ..backends import Backend, gather_if_different
-from ..errors import CollectiveMismatchError
-from ..groups.process_group import ProcessGroup
+from ..backends import Backend, broadcast_object, gather_if_different
 from ..utils.text import first_difference, text_of_problems
-from .sharded_parameters import check_not_sharded
+
+T = TypeVar("T")
 
 
 @contextmanager
 def raised_on_all(backend: Backend) -> Iterator[None]:
     """Raise on all ranks the TypeError or ValueError that the `with` block raises on any; collective at its end.
-
-    Args:
-        backend: Of the ranks.
 
     Raises:
         Exception: Of the lowest failed rank's type; names the ranks unless all have the same message.
@@ -38,121 +31,57 @@ def raised_on_all(backend: Backend) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         problem = error
-    told = gather_if_different(backend, (type(problem), "" if problem is None else str(problem)))
-    if text := text_of_problems([message for _, message in told]):
-        kind = next(kind for kind, message in told if message)
+    answers = gather_if_different(backend, (type(problem), "" if problem is None else str(problem)))
+    if text := text_of_problems([message for _, message in answers]):
+        kind = next(kind for kind, message in answers if message)
+        raise _error(kind, text) from problem
+
+
+def first_rank_does(backend: Backend, work: Callable[[], T]) -> T:
+    """Call a function on rank 0 alone and return its result on all ranks; collective.
+
+    Args:
+        backend: The ranks.
+        work: Returns something that can be pickled.
+
+    Raises:
+        Exception: Raised by `work`; of the same type and with the same message on all ranks.
+    """
+    result: T | None = None
+    problem: Exception | None = None
+    if backend.rank == 0:
         try:
-            raised = kind(text)
-        except TypeError:  # such as a UnicodeEncodeError, which is made of more than a text
-            raised = ValueError(text)
-        raise raised from problem
+            result = work()
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            problem = error
+    result, kind, text = broadcast_object(backend, (result, type(problem), str(problem)))
+    if problem is not None:
+        raise problem
+    if issubclass(kind, Exception):
+        raise _error(kind, text)
+    agreed: T = result
+    return agreed
 
 
 def same_on_all_ranks(
-    backend: Backend, own: Iterable[str], what: str, todo: str, error: type[Exception] = ValueError
+    backend: Backend, texts: Iterable[str], problem: str, todo: str, error: type[Exception] = ValueError
 ) -> None:
     """Raise on all ranks unless all have the same texts in the same order; collective.
 
     Args:
-        backend: Of the ranks.
-        own: This rank's texts.
-        what: What is wrong where they differ.
-        todo: What to do about it.
-        error: What to raise.
+        backend: The ranks.
+        texts: Arguments, names, shapes of this rank, one text each.
+        problem: First line of the message.
+        todo: Last line of the message; the first difference stands between them.
+        error: Type of the error.
     """
-    if difference := first_difference(gather_if_different(backend, list(own))):
-        raise error(f"{what}; the first difference is\n  {difference}\n{todo}")
+    if difference := first_difference(gather_if_different(backend, list(texts))):
+        raise error(f"{problem}; the first difference is\n  {difference}\n{todo}")
 
 
-def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:
-    """Raise on all ranks unless names, shapes and dtypes of parameters and buffers agree; collective.
-
-    Ranks whose models differ would average gradients of different parameters; ranks whose arguments differ would
-    wait for reductions that the others do not make. Parameters that are divided over ranks of the group have the
-    same shapes, and are refused nevertheless.
-
-    Args:
-        module: This rank's model.
-        group: The ranks to compare.
-        arguments: What else has to agree, by name.
-
-    Raises:
-        ValueError: Names the first argument, parameter or buffer that differs, and the ranks; or a module whose
-            parameters are divided over them; or a `SyncBatchNorm`, an embedding with `max_norm`, or a parameter
-            without a shape.
-    """
-    with raised_on_all(group.backend):
-        check_not_sharded(module, group)
-        check_batch_norms(module)
-        if group.size > 1:
-            _check_embeddings(module)
-    what, todo = "the model is not the same on all ranks", "Build and wrap the model in the same way on every rank."
-    same_on_all_ranks(group.backend, _description(module, arguments), what, todo)
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
-
-
-def check_same_buffers(module: nn.Module, group: ProcessGroup) -> None:
-    """Raise on all ranks unless names, shapes and dtypes of buffers agree; collective.
-
-    Raises:
-        CollectiveMismatchError: Names the first buffer that differs, and the ranks.
-    """
-    texts = [f"buffer {name!r} {_layout(buffer)}" for name, buffer in module.named_buffers()]
-    todo = (
-        "Call the same model on every rank, let its buffers change alike, or keep each rank's own with "
-        "broadcast_buffers=False."
-    )
-    same_on_all_ranks(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
-
-
-def check_batch_norms(module: nn.Module) -> None:
-    """Raise if a batch norm needs the batches of all ranks and cannot get them; local.
-
-    Raises:
-        ValueError: Names the first `torch.nn.SyncBatchNorm`; it communicates by `torch.distributed` alone.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"module: {name or 'it'} is a torch.nn.SyncBatchNorm, which without torch.distributed is an "
-                "ordinary batch norm of each rank's own batch; use torch.nn.BatchNorm1d, 2d or 3d if that is "
-                "meant, and a norm that does not depend on the batch if not, such as torch.nn.GroupNorm"
-            )
-
-
-def _check_embeddings(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ValueError(
-                f"module: {name or 'it'} is a {type(part).__name__} with max_norm={part.max_norm}, whose forward "
-                "changes the rows of this rank's batch, so that ranks drift apart; use max_norm=None, and after "
-                "each step weight.renorm_(norm_type, 0, max_norm) under torch.no_grad(), with FSDP within "
-                "`with fsdp.full_parameters():`"
-            )
-
-
-def _description(module: nn.Module, arguments: Mapping[str, object]) -> Iterator[str]:
-    for name, value in arguments.items():
-        yield f"argument {name!r} {value}"
-    for name, parameter in module.named_parameters():
-        yield f"parameter {name!r} {_layout(parameter)}{'' if parameter.requires_grad else ', frozen'}"
-    for name, buffer in module.named_buffers():
-        yield f"buffer {name!r} {_layout(buffer)}"
-    yield "no further parameter or buffer"
-
-
-def _layout(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if is_lazy(tensor):
-        return f"{dtype} without a shape yet"
-    strides = "" if tensor.is_contiguous() else f", strides {list(gradient_strides(tensor))}"
-    return f"{dtype} {list(tensor.shape)}{strides}"
-
-
-def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
-    return torch.empty_like(parameter, device="meta").stride()
+def _error(kind: type[Exception], text: str) -> Exception:
+    """Return an error of another rank: a ValueError if its type, as UnicodeEncodeError, takes more than a text."""
+    try:
+        return kind(text)
+    except TypeError:
+        return ValueError(text)

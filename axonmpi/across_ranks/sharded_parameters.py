@@ -1,8 +1,8 @@
-"""Which part of a parameter a rank has, and which ranks have the other parts.
+"""Marks on parameters: the ranks that hold the shards of one, and the elements that this rank's slice has.
 
-A wrapper that divides parameters among ranks marks the parts. A pipeline, which compares tied parameters, reads
-from the marks whether two parts have the same elements; a norm reads over which ranks to sum. Modules with divided
-parameters have two attributes, `process_group` and `shards`, which are checked before ranks get the same values.
+FSDP and tensor parallel layers set the marks. A pipeline, which compares tied parameters, reads whether two slices
+have the same elements; the norm of gradients reads the ranks to sum over. A module with sharded parameters has two
+attributes, `process_group` and `shards`, which are checked before ranks get the same values.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..groups.process_group import ProcessGroup
 
-_AXES, _ELEMENTS, _WHOLE = "_axonmpi_axes", "_axonmpi_elements", "_axonmpi_whole"
-_replicas: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no attribute: whole parameters may be pickled
+_AXES, _SLICE, _FULL_SHAPE = "_axonmpi_axes", "_axonmpi_slice", "_axonmpi_full_shape"
+_replicas: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no attribute: full parameters may be pickled
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that have a parameter together.
+    """A group whose ranks hold shards, or replicas, of a parameter.
 
     Attributes:
         group: The ranks.
-        copies: On how many of them each element is.
-        of_layer: Whether a layer divides it, which computes with the part, and no wrapper.
+        copies: Number of these ranks that hold each element.
+        of_layer: True if a layer shards the parameter and computes with the shard, False for a wrapper.
     """
 
     group: ProcessGroup
@@ -37,48 +37,48 @@ class Axis:
 
 
 def mark_sharded(parameter: nn.Parameter, group: ProcessGroup, copies: int = 1, *, of_layer: bool = False) -> None:
-    """Say that ranks of a group have different parts of a parameter, each element on `copies` of them; local."""
+    """Mark a parameter as sharded over a group, each element on `copies` of its ranks; local."""
     if group.size > 1:
         setattr(parameter, _AXES, (*axes_of(parameter), Axis(group, copies, of_layer)))
 
 
 def axes_of(parameter: Tensor) -> tuple[Axis, ...]:
-    """Return among which ranks a parameter is divided, one way after the other; empty for a whole one; local."""
+    """Return the axes along which a parameter is sharded, in the order of sharding; empty for a full one; local."""
     axes: tuple[Axis, ...] = getattr(parameter, _AXES, ())
     return axes
 
 
 def mark_replicated(parameters: Iterable[Tensor], axis: Axis) -> None:
-    """Say that all ranks of an axis get the same gradients of parameters, as long as the axis is kept; local."""
+    """Mark parameters as having equal gradients on all ranks of an axis, as long as the axis lives; local."""
     for parameter in parameters:
         _replicas[parameter] = weakref.ref(axis)
 
 
 def replica_axis(parameter: Tensor) -> Axis | None:
-    """Return which ranks have the same gradient of a parameter, if a wrapper has said so; local."""
+    """Return the axis whose ranks have equal gradients of a parameter, None if no wrapper has marked it; local."""
     axis: weakref.ref[Axis] | None = _replicas.get(parameter)
     return None if axis is None else axis()
 
 
-def mark_slice(part: nn.Parameter, first: int, last: int, whole: torch.Size) -> None:
-    """Say that a parameter is the elements from `first` up to `last` of one of shape `whole`; local."""
-    setattr(part, _ELEMENTS, (first, last))
-    setattr(part, _WHOLE, whole)
+def mark_slice(parameter: nn.Parameter, first: int, last: int, full_shape: torch.Size) -> None:
+    """Mark a parameter as elements `first` up to `last` of a full one; local."""
+    setattr(parameter, _SLICE, (first, last))
+    setattr(parameter, _FULL_SHAPE, full_shape)
 
 
 def is_shown_as_slice(parameter: Tensor) -> bool:
-    """Say whether a parameter that was marked as a part has not the shape of the whole now; local."""
-    return getattr(parameter, _WHOLE, parameter.shape) != parameter.shape
+    """Return True if a parameter that is marked as a slice does not have the full shape at present; local."""
+    return getattr(parameter, _FULL_SHAPE, parameter.shape) != parameter.shape
 
 
 def slice_of(parameter: Tensor) -> tuple[int, int] | None:
-    """Return which elements of a larger parameter this one has; None for a whole one; local."""
-    elements: tuple[int, int] | None = getattr(parameter, _ELEMENTS, None)
+    """Return the elements of the full parameter that this slice has, from and up to; None for a full one; local."""
+    elements: tuple[int, int] | None = getattr(parameter, _SLICE, None)
     return elements
 
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ProcessGroup]]:
-    """Yield the name of each submodule whose own parameters are divided, and the ranks that have them; local."""
+    """Yield the name and the group of each submodule whose own parameters are sharded; local."""
     for name, part in module.named_modules():
         group = getattr(part, "process_group", None)
         if getattr(part, "shards", None) and isinstance(group, ProcessGroup) and group.size > 1:
@@ -86,32 +86,32 @@ def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ProcessGroup]]:
 
 
 def common_ranks(group: ProcessGroup, other: ProcessGroup) -> list[int]:
-    """Return the ranks that are in both of two groups, as numbers of the world; none if that is one rank; local."""
+    """Return the world's ranks that are in both groups; empty if there is only one; local."""
     ranks = sorted(set(group.ranks) & set(other.ranks))
     return ranks if len(ranks) > 1 else []
 
 
 def mark_sharded_layers(module: nn.Module) -> None:
-    """Call `mark_parts()` of each submodule that has it, which marks the parameters that it divides; local."""
+    """Call `mark_parts()` of each submodule that has this method, which marks its sharded parameters; local."""
     for part in module.modules():
         if callable(mark := getattr(part, "mark_parts", None)):
             mark()
 
 
 def check_not_sharded(module: nn.Module, group: ProcessGroup) -> None:
-    """Raise if ranks of a group that is to have the same parameters have different parts of them; local.
+    """Raise if a module is sharded over ranks that are to have equal parameters; local.
 
     Args:
         module: This rank's model.
-        group: The ranks that get the same values, or average gradients.
+        group: The ranks that get equal values, or average gradients.
 
     Raises:
-        ValueError: Naming the first module that is divided over ranks of the group.
+        ValueError: Names the first module that is sharded over ranks of the group.
     """
-    for name, divided in sharded_modules(module):
-        if ranks := common_ranks(group, divided):
+    for name, sharding in sharded_modules(module):
+        if ranks := common_ranks(group, sharding):
             raise ValueError(
                 f"process_group: expected ranks that have the same part of {name or 'the model'!r}, which is "
-                f"divided over ranks {list(divided.ranks)}, got ranks {list(group.ranks)}, of which {ranks} have "
+                f"divided over ranks {list(sharding.ranks)}, got ranks {list(group.ranks)}, of which {ranks} have "
                 "different parts; use the group of another axis, as in process_group=mesh.group('dp')"
             )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import gradient_strides
+from ..across_ranks.model_checks import gradient_strides
 from ..backends import by_kind
 from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import check_same_buffers, check_same_model
+from ..across_ranks.model_checks import check_same_buffers, check_same_model
 from ..across_ranks.sharded_parameters import check_not_sharded, mark_sharded_layers
 from ..backends import broadcast_coalesced
 from ..errors import CollectiveMismatchError, DtypeError

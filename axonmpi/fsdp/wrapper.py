@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import check_same_model
 from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
+from ..across_ranks.model_checks import check_same_model
 from ..backends import broadcast_coalesced
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, member

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..across_ranks.comparison import check_batch_norms
+from ..across_ranks.model_checks import check_batch_norms
 from ..across_ranks.sharded_parameters import common_ranks, sharded_modules
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import integer, member

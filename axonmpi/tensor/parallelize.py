@@ -20,7 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import check_same_model, raised_on_all, same_on_all_ranks
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.model_checks import check_same_model
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, integer
