@@ -147,9 +147,8 @@ def _clip(
         raise ValueError(f"norm_type: expected a positive number or infinity, got {norm_type}")
     gradients = [(p.grad, count) for p, count in counted if p.grad is not None]
     with plain_tensors():  # gradients of shards are of a class that refuses to be normed
-        power = _power(
-            [(grad, count) for grad, count in gradients if grad.numel() and count != math.inf], norm_type
-        )
+        summed = [(grad, count) for grad, count in gradients if grad.numel() and count != math.inf]
+        power = _power(summed, norm_type)
         for group in groups:
             power = _joined(power, max_norm, norm_type, group.backend.control)
         norm = power if math.isinf(norm_type) else power ** (1 / norm_type)

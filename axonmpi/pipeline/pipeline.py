@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
 from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
-from ..backends import all_gather_object, broadcast_object
+from ..backends import all_gather_object
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, integer
@@ -304,15 +304,15 @@ class Pipeline(nn.Module, ClipsGradients):
 
         Raises:
             ValueError: `record_times()` was not called on a rank; on all ranks.
+            OSError: Rank 0 cannot write the file; on all ranks.
         """
         with raised_on_all(self._backend):
             if self._times is None:
                 raise ValueError("write_trace: expected that record_times() was called before the steps")
         of_all = all_gather_object(self._backend, self._times)
         self._times = []
-        if self._group.rank == 0:
-            write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)
-        broadcast_object(self._backend, None, 0)  # the file is complete on return
+        name = self._schedule(self.num_microbatches, trains=True).name
+        first_rank_does(self._backend, lambda: write_trace(Path(path), of_all, name))
 
     # ---- internals --------------------------------------------------------------------------------------------
 

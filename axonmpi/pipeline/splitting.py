@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.comparison import first_rank_does, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
 from ..utils.arguments import integer
@@ -204,13 +204,10 @@ def _times(
         group = world.default_group
     if group is None:
         return _measured(pieces, sample, repeats)
-    with raised_on_all(group.backend):
-        times = _measured(pieces, sample, repeats) if group.rank == 0 else []
     own = f"{num_stages} stages of {len(pieces)} pieces"
-    what = "the ranks cut different numbers of stages from different numbers of pieces"
-    same_on_all_ranks(group.backend, [own], what, "Give all of them the same model and num_stages.")
-    agreed: list[int] = group.broadcast_object(times)
-    return agreed
+    problem = "the ranks cut different numbers of stages from different numbers of pieces"
+    same_on_all_ranks(group.backend, [own], problem, "Give all of them the same model and num_stages.")
+    return first_rank_does(group.backend, lambda: _measured(pieces, sample, repeats))
 
 
 def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:
