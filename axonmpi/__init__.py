@@ -99,7 +99,7 @@ from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 __version__ = "0.1.0"
 
-autoload.load()  # where torch has not done so by itself
+autoload.load()  # does nothing if torch has called it as an entry point
 
 DDP = DistributedDataParallel
 FSDP = FullyShardedDataParallel

@@ -1,8 +1,8 @@
 """The collectives as free functions, and the life cycle of the default group.
 
 Every function takes the group last, None means the group of all ranks, and calls the group's method of the same
-name; `all_reduce` calls the group's backend, to be quick for small tensors. What each does, its errors
-and its shapes are documented once, at the method of `Backend` that it names.
+name; `all_reduce` calls the group's backend, to be quick for small tensors. Shapes and errors are documented once,
+at the method of `Backend` that a docstring names.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ __all__ = [
 ]
 
 
+# Advice for arguments in torch's order, where an error names the group.
 _DIM = "the result is returned, and the dimension is named, as dim="
 _TAG = "the tag is named, as tag="
 _ROOT = "the rank stands before the group"
@@ -79,15 +80,15 @@ def init_process_group(
     """Start the world of all ranks of the job and make it the default; collective.
 
     Args:
-        backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by MPI,
-            and this rank's GPU becomes the current one; `"mock"` for one rank without MPI.
+        backend: `"mpi"`; `"nccl"`, also named `"mpi+nccl"`, sends tensors on GPUs by NCCL and tensors on the CPU by
+            MPI, and makes this rank's GPU the current one; `"mock"` is one rank without MPI.
         init_method: None, `"mpi://"` or `"env://"`.
-        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
-        num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None has no limit.
+        num_threads: Threads of torch on this rank; None shares the node's cores among its ranks, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 
     Raises:
-        LaunchError: The processes were not started as one MPI job; the message says what to type.
+        LaunchError: The processes were not started as one MPI job; the message has the command to type.
         CommunicatorError: There is a default world already.
         NcclError: With NCCL: a rank has no GPU or no NCCL, or GPUs cannot be connected; on all ranks.
         ValueError: An argument is unknown.
@@ -101,12 +102,12 @@ def init_process_group(
 
 
 def is_initialized() -> bool:
-    """Say whether there is a default world; local."""
+    """Return True if there is a default world; local."""
     return current_world() is not None
 
 
 def destroy_process_group() -> None:
-    """Release the default world and all of its groups; collective in effect, does nothing the second time."""
+    """Release the default world and all of its groups; collective in effect, may be called twice."""
     world = current_world()
     if world is not None:
         world.close()
@@ -158,7 +159,7 @@ def world_size(group: ProcessGroup | None = None) -> int:
 
 
 def is_main_process(group: ProcessGroup | None = None) -> bool:
-    """Say whether this is rank 0 of the group; local."""
+    """Return True on rank 0 of the group; local."""
     return chosen_group(group).rank == 0
 
 
@@ -230,7 +231,7 @@ def scan(
     *,
     exclusive: bool = False,
 ) -> Work | None:
-    """Reduce over ranks 0 to this one, in place; `exclusive` leaves it out; collective. See `Backend.scan`."""
+    """Reduce over ranks 0 to this one, or `exclusive` of it, in place; collective. See `Backend.scan`."""
     return chosen_group(group).scan(t, op, async_op, exclusive=exclusive)
 
 
@@ -252,7 +253,7 @@ def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
         group: The ranks to average over; None means all.
 
     Raises:
-        TypeError: `tensors` is one tensor, or holds something else than tensors.
+        TypeError: `tensors` is one tensor, or has an item that is no tensor.
         CollectiveMismatchError: The ranks' lists differ.
     """
     chosen_group(group).sync_gradients(tensors)
@@ -286,17 +287,17 @@ def gather_tensor(t: Tensor, dst: int = 0, group: ProcessGroup | None = None, as
 def scatter_tensor(
     t: Tensor | None, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
+    """Return this rank's slice of rank `src`'s tensor, split along dim 0; collective. See `Backend.scatter`."""
     return chosen_group(group, habit=_ROOT).scatter_tensor(t, src, async_op)
 
 
 def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Send `tensors[i]` to rank i and return what each rank sent here; collective. See `Backend.all_to_all`."""
+    """Send `tensors[i]` to rank i, return the tensors of all ranks for this one; collective. See `Backend`."""
     return chosen_group(group).all_to_all(tensors, async_op)
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
-    """Wait until all ranks have come here; collective."""
+    """Wait until all ranks have called it; collective."""
     return chosen_group(group).barrier(async_op)
 
 
