@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..across_ranks.comparison import raised_on_all
 from ..backends import NcclBackend
 from ..checkpoint import PreemptionGuard
 from ..comm import destroy_process_group, init_process_group
@@ -136,12 +135,11 @@ def _refuse_file(message: str) -> int:
 
 def _agree_on_files(world: World, problem: str = "") -> None:
     """End on all ranks, with code 2 and one message, if any of them has a problem with a file; collective."""
-    try:
-        with raised_on_all(world.default_group.backend):
-            if problem:
-                raise ValueError(problem)
-    except ValueError as error:
-        raise SystemExit(refuse(_PROGRAM, str(error))) from None
+    problems = world.default_group.all_gather_object(problem)
+    found = [rank for rank, problem in enumerate(problems) if problem]
+    if found:
+        where = "" if len(found) == len(problems) else f"rank {found[0]}: "
+        raise SystemExit(refuse(_PROGRAM, where + problems[found[0]]))
 
 
 def _on_several_nodes() -> bool:

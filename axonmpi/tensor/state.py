@@ -195,7 +195,7 @@ def _check_fit(argument: str, shards: Mapping[str, Shard], state: Mapping[str, A
 
 def _check_loadable(own: Mapping[str, Any], shards: Mapping[str, Shard], given: object, *, strict: bool) -> None:
     if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: expected a mapping of names to values, got {type(given).__name__}")
+        raise ValueError(f"state_dict: expected a mapping of names to values on rank 0, got {type(given).__name__}")
     problems = []
     missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and missing:
