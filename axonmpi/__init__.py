@@ -11,9 +11,9 @@ Importing this package starts nothing: no MPI, no CUDA, no thread.
 from __future__ import annotations
 
 from . import autograd, comm, errors, testing
+from .across_ranks.gradient_norm import clip_grad_norm
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
 from .checkpoint import CheckpointFolder, CheckpointInfo, PreemptionGuard, load_checkpoint, save_checkpoint
-from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
     all_gather_object,
@@ -77,11 +77,11 @@ from .fsdp import (
     ShardedGradScaler,
     ShardingStrategy,
 )
-from .groups.mesh import DeviceMesh
 from .groups.process_group import ProcessGroup
 from .groups.world import World
 from .interop import autoload
 from .launch.exit import REQUEUE_EXIT_CODE
+from .mesh import DeviceMesh
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
     ColumnParallelLinear,
@@ -99,7 +99,7 @@ from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 __version__ = "0.1.0"
 
-autoload.load()  # where torch has not done so by itself
+autoload.load()  # does nothing if torch has called it as an entry point
 
 DDP = DistributedDataParallel
 FSDP = FullyShardedDataParallel

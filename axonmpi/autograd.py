@@ -10,18 +10,19 @@
     all_to_all       exchanged slices     exchanged back                 expert and Ulysses parallelism
     scan             sum of ranks 0 to r  sum of ranks r to the last
 
-`gather` and `all_gather` compute the same value and differ in what follows: after `gather` all ranks compute
-the same thing with it, so each gradient is complete; after `all_gather` each rank does work of its own with it, so
-the gradients are summed. The same holds for `scatter` (its input is the same on all ranks) and `reduce_scatter`.
+`gather` and `all_gather` compute the same value and differ in backward. After `gather` all ranks compute the same
+result with it, so each gradient is complete; after `all_gather` each rank computes a result of its own, so
+gradients are summed. `scatter`, whose input is the same on all ranks, and `reduce_scatter` differ in the same way.
 
-Forward and backward are collective. Each backward is the other function of its pair, so gradients of
-gradients work. Source: Shoeybi et al. 2019 (Megatron-LM), Korthikanti et al. 2022.
+Forward and backward are collective. Each backward is the other function of its pair, so gradients of gradients
+work. Source: Shoeybi et al. 2019 (Megatron-LM), Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +34,13 @@ from .errors import DtypeError
 from .groups.process_group import ProcessGroup
 from .groups.world import chosen_group
 from .types import ReduceOp
-from .utils.arguments import either_group_name
 from .utils.partition import split_sizes
 
-_Operation = Callable[[Tensor, "_Slices"], Tensor]
+_Operation = Callable[[Tensor], Tensor]
 
 __all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scan", "scatter"]
 
 
-@either_group_name
 def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the tensor; backward sums the ranks' gradients. Local forward, collective backward.
 
@@ -52,12 +51,10 @@ def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
     """
-    group = chosen_group(group)
-    _check(tensor, group)
-    return _apply(_Pair, tensor, _same, _summed, _Slices(group))
+    group = _checked_group(tensor, group)
+    return _apply(_Pair, tensor, _same, partial(_summed, group=group))
 
 
-@either_group_name
 def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum over all ranks; backward passes the gradient on. Collective forward, local backward.
 
@@ -68,12 +65,10 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
     """
-    group = chosen_group(group)
-    _check(tensor, group)
-    return _apply(_Pair, tensor, _summed, _same, _Slices(group))
+    group = _checked_group(tensor, group)
+    return _apply(_Pair, tensor, partial(_summed, group=group), _same)
 
 
-@either_group_name
 def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice along `dim`; backward concatenates the ranks' gradients.
 
@@ -86,10 +81,10 @@ def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> 
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    return _apply(_Pair, tensor, _own_slice, _joined, _slices(tensor, chosen_group(group), dim))
+    slices = _slices(tensor, group, dim)
+    return _apply(_Pair, tensor, slices.own, slices.joined)
 
 
-@either_group_name
 def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward takes this rank's slice of the gradient.
 
@@ -102,11 +97,10 @@ def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> T
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    tensor, slices = _gathered(tensor, chosen_group(group), dim)
-    return _apply(_Pair, tensor, _joined, _own_slice, slices)
+    tensor, slices = _gathered(tensor, group, dim)
+    return _apply(_Pair, tensor, slices.joined, slices.own)
 
 
-@either_group_name
 def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice of the sum over all ranks; backward concatenates the ranks' gradients.
 
@@ -119,10 +113,10 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    return _apply(_Pair, tensor, _own_slice_of_sum, _joined, _slices(tensor, chosen_group(group), dim))
+    slices = _slices(tensor, group, dim)
+    return _apply(_Pair, tensor, slices.own_of_sum, slices.joined)
 
 
-@either_group_name
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward sums the gradients and takes this rank's slice.
 
@@ -135,18 +129,17 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) 
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    tensor, slices = _gathered(tensor, chosen_group(group), dim)
-    return _apply(_Pair, tensor, _joined, _own_slice_of_sum, slices)
+    tensor, slices = _gathered(tensor, group, dim)
+    return _apply(_Pair, tensor, slices.joined, slices.own_of_sum)
 
 
-@either_group_name
 def all_to_all(
     tensor: Tensor, group: ProcessGroup | None = None, split_dim: int = 0, concat_dim: int = 0
 ) -> Tensor:
-    """Cut along `split_dim`, send slice i to rank i, concatenate what arrives along `concat_dim`; collective.
+    """Cut along `split_dim`, send slice i to rank i, concatenate received slices along `concat_dim`; collective.
 
     Args:
-        tensor: Cut as `torch.tensor_split` does; dtype and shape the same on all ranks, but for `concat_dim`.
+        tensor: Cut as `torch.tensor_split` does; the ranks may differ in size along `concat_dim` only.
         group: The ranks; None means all.
         split_dim: Dimension to cut.
         concat_dim: Dimension to concatenate along.
@@ -156,52 +149,52 @@ def all_to_all(
         DimensionError: A dimension is out of range.
         CollectiveMismatchError: The ranks differ in dtype, shape or dimensions.
     """
-    group = chosen_group(group)
-    _check(tensor, group)
+    group = _checked_group(tensor, group)
     split_dim = wrap_dim(split_dim, tensor.dim(), "split_dim")
     concat_dim = wrap_dim(concat_dim, tensor.dim(), "concat_dim")
     sizes = split_sizes(tensor.shape[split_dim], group.size)
     return _apply(_AllToAll, tensor, group, split_dim, concat_dim, sizes)
 
 
-@either_group_name
 def scan(tensor: Tensor, group: ProcessGroup | None = None, *, exclusive: bool = False) -> Tensor:
-    """Return the sum over ranks 0 to this one; backward sums gradients over this rank and those behind; collective.
+    """Return the sum over ranks 0 to this one; backward sums gradients of this rank to the last; collective.
 
     Args:
         tensor: Floating-point or complex, the same shape and dtype on all ranks; not changed.
         group: The ranks; None means all.
-        exclusive: Sum the ranks before this one only, in backward those behind it; rank 0 gets zeros.
+        exclusive: Leave this rank out of both sums; rank 0 gets zeros.
 
     Raises:
         TypeError: `exclusive` is no bool.
         DtypeError: The tensor has no gradient (integers, bool).
         CollectiveMismatchError: The ranks differ in dtype, shape or `exclusive`.
     """
+    scanned = partial(_scanned, group=_checked_group(tensor, group), exclusive=exclusive)
+    return _apply(_Pair, tensor, partial(scanned, reverse=False), partial(scanned, reverse=True))
+
+
+def _checked_group(tensor: Tensor, group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group, the default group for None, if the tensor can have a gradient and be sent; local."""
     group = chosen_group(group)
-    _check(tensor, group)
-    return _apply(_Scan, tensor, group, exclusive, False)
-
-
-def _check(tensor: Tensor, group: ProcessGroup) -> None:
     backend = group.backend
     check_tensor(tensor, backend.name, backend.device_types)
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         raise DtypeError(
             f"tensors of dtype {tensor.dtype} have no gradient; use the function of this purpose in axonmpi.comm"
         )
+    return group
 
 
-def _slices(tensor: Tensor, group: ProcessGroup, dim: int) -> _Slices:
-    """Return where the ranks' slices of a tensor that all have are; local."""
-    _check(tensor, group)
+def _slices(tensor: Tensor, group: ProcessGroup | None, dim: int) -> _Slices:
+    """Return the ranks' slices of a tensor that all ranks have; local."""
+    group = _checked_group(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     return _Slices(group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
-def _gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, _Slices]:
-    """Return the tensor with at least one dimension, and where it will be in the joined one; collective."""
-    _check(tensor, group)
+def _gathered(tensor: Tensor, group: ProcessGroup | None, dim: int) -> tuple[Tensor, _Slices]:
+    """Return the tensor with at least one dimension, and the slices of the concatenated tensor; collective."""
+    group = _checked_group(tensor, group)
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     dim = wrap_dim(dim, tensor.dim())
     control = group.backend.control
@@ -220,51 +213,59 @@ class _Slices:
     """
 
     group: ProcessGroup
-    dim: int = 0
-    sizes: tuple[int, ...] = ()
+    dim: int
+    sizes: tuple[int, ...]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this rank's slice; local."""
+        own: Tensor = tensor.split(list(self.sizes), self.dim)[self.group.rank]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return the ranks' slices concatenated; collective."""
+        result: Tensor = self.group.backend.all_gather(tensor, self.dim, sizes=self.sizes)
+        return result
+
+    def own_of_sum(self, tensor: Tensor) -> Tensor:
+        """Return this rank's slice of the sum over all ranks; collective."""
+        if self.sizes != split_sizes(tensor.shape[self.dim], self.group.size):
+            return self.own(_summed(tensor, self.group))
+        result: Tensor = self.group.reduce_scatter(tensor, ReduceOp.SUM, self.dim)
+        return result
 
 
-def _same(tensor: Tensor, slices: _Slices) -> Tensor:
+def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _summed(tensor: Tensor, slices: _Slices) -> Tensor:
+def _summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    slices.group.all_reduce(total, ReduceOp.SUM)
+    group.all_reduce(total, ReduceOp.SUM)
     return total
 
 
-def _own_slice(tensor: Tensor, slices: _Slices) -> Tensor:
-    own: Tensor = tensor.split(list(slices.sizes), slices.dim)[slices.group.rank]
-    return own.clone(memory_format=torch.contiguous_format)
-
-
-def _joined(tensor: Tensor, slices: _Slices) -> Tensor:
-    result: Tensor = slices.group.backend.all_gather(tensor, slices.dim, sizes=slices.sizes)
-    return result
-
-
-def _own_slice_of_sum(tensor: Tensor, slices: _Slices) -> Tensor:
-    if slices.sizes != split_sizes(tensor.shape[slices.dim], slices.group.size):
-        return _own_slice(_summed(tensor, slices), slices)
-    result: Tensor = slices.group.reduce_scatter(tensor, ReduceOp.SUM, slices.dim)
-    return result
+def _scanned(tensor: Tensor, group: ProcessGroup, *, exclusive: bool, reverse: bool) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group.backend.scan(total, ReduceOp.SUM, exclusive=exclusive, reverse=reverse)
+    return total
 
 
 class _Pair(Function):
-    """Two operations that are each other's transpose: forward is the first one, backward the other one."""
+    """Two operations that are each other's transpose: forward is the first, backward the second."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, first: _Operation, other: _Operation, slices: _Slices) -> Tensor:
-        ctx.transposed = other, first, slices
-        return first(tensor, slices)
+    def forward(ctx: Any, tensor: Tensor, first: _Operation, second: _Operation) -> Tensor:
+        ctx.transposed = second, first
+        return first(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Pair, grads[0], *ctx.transposed), None, None, None
+        return _apply(_Pair, grads[0], *ctx.transposed), None, None
 
 
 class _AllToAll(Function):
+    """The exchange of slices; backward is the exchange with both dimensions swapped."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sizes: tuple[int, ...]
@@ -278,19 +279,6 @@ class _AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _apply(_AllToAll, grads[0], *ctx.options), None, None, None, None
-
-
-class _Scan(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, exclusive: bool, reverse: bool) -> Tensor:
-        ctx.options = group, exclusive, not reverse
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        group.backend.scan(total, ReduceOp.SUM, exclusive=exclusive, reverse=reverse)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Scan, grads[0], *ctx.options), None, None, None
 
 
 def _apply(function: type[Function], tensor: Tensor, *options: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """The collectives as free functions, and the life cycle of the default group.
 
 Every function takes the group last, None means the group of all ranks, and calls the group's method of the same
-name; `all_reduce` calls the group's backend, to be quick for small tensors. What each does, its errors
-and its shapes are documented once, at the method of `Backend` that it names.
+name; `all_reduce` calls the group's backend, to be quick for small tensors. Shapes and errors are documented once,
+at the method of `Backend` that a docstring names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .errors import CommunicatorError
 from .groups.process_group import ProcessGroup
 from .groups.world import World, chosen_group, current_world, get_world
 from .types import ReduceOp, Seconds, Work
-from .utils.arguments import either_group_name, given_twice
 
 __all__ = [
     "all_gather",
@@ -63,6 +62,7 @@ __all__ = [
 ]
 
 
+# Advice for arguments in torch's order, where an error names the group.
 _DIM = "the result is returned, and the dimension is named, as dim="
 _TAG = "the tag is named, as tag="
 _ROOT = "the rank stands before the group"
@@ -80,15 +80,15 @@ def init_process_group(
     """Start the world of all ranks of the job and make it the default; collective.
 
     Args:
-        backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by MPI,
-            and this rank's GPU becomes the current one; `"mock"` for one rank without MPI.
+        backend: `"mpi"`; `"nccl"`, also named `"mpi+nccl"`, sends tensors on GPUs by NCCL and tensors on the CPU by
+            MPI, and makes this rank's GPU the current one; `"mock"` is one rank without MPI.
         init_method: None, `"mpi://"` or `"env://"`.
-        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
-        num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None has no limit.
+        num_threads: Threads of torch on this rank; None shares the node's cores among its ranks, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 
     Raises:
-        LaunchError: The processes were not started as one MPI job; the message says what to type.
+        LaunchError: The processes were not started as one MPI job; the message has the command to type.
         CommunicatorError: There is a default world already.
         NcclError: With NCCL: a rank has no GPU or no NCCL, or GPUs cannot be connected; on all ranks.
         ValueError: An argument is unknown.
@@ -102,12 +102,12 @@ def init_process_group(
 
 
 def is_initialized() -> bool:
-    """Say whether there is a default world; local."""
+    """Return True if there is a default world; local."""
     return current_world() is not None
 
 
 def destroy_process_group() -> None:
-    """Release the default world and all of its groups; collective in effect, does nothing the second time."""
+    """Release the default world and all of its groups; collective in effect, may be called twice."""
     world = current_world()
     if world is not None:
         world.close()
@@ -148,21 +148,18 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     return get_world().new_group(ranks)
 
 
-@either_group_name
 def rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in the group, -1 outside it; local."""
     return chosen_group(group).rank
 
 
-@either_group_name
 def world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in the group; local."""
     return chosen_group(group).size
 
 
-@either_group_name
 def is_main_process(group: ProcessGroup | None = None) -> bool:
-    """Say whether this is rank 0 of the group; local."""
+    """Return True on rank 0 of the group; local."""
     return chosen_group(group).rank == 0
 
 
@@ -174,49 +171,37 @@ def all_reduce(
     op: ReduceOp | str = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    process_group: ProcessGroup | None = None,  # written out: of a small one a wrapper would be a noticeable part
 ) -> Work | None:
     """Reduce over all ranks, in place; collective; a `Work` when asynchronous. See `Backend.all_reduce`."""
-    if process_group is not None:
-        if group is not None:
-            raise given_twice("group", "process_group")
-        group = process_group
     backend = (get_world().default_group if group is None else chosen_group(group)).backend
     return backend.all_reduce(t, op, async_op=async_op)
 
 
-@either_group_name
 def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Sum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_sum(t)
 
 
-@either_group_name
 def all_reduce_mean(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_mean(t)
 
 
-@either_group_name
 def all_reduce_min(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_min(t)
 
 
-@either_group_name
 def all_reduce_max(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_max(t)
 
 
-@either_group_name
 def all_reduce_product(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Multiply over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_product(t)
 
 
-@either_group_name
 def reduce(
     t: Tensor,
     dst: int,
@@ -228,19 +213,16 @@ def reduce(
     return chosen_group(group, habit=_ROOT).reduce(t, dst, op, async_op)
 
 
-@either_group_name
 def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice along `dim` of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
     return chosen_group(group, habit=_DIM).reduce_scatter_sum(t, dim, async_op)
 
 
-@either_group_name
 def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
     return chosen_group(group, habit=_DIM).reduce_scatter_mean(t, dim, async_op)
 
 
-@either_group_name
 def scan(
     t: Tensor,
     op: ReduceOp | str = ReduceOp.SUM,
@@ -249,23 +231,20 @@ def scan(
     *,
     exclusive: bool = False,
 ) -> Work | None:
-    """Reduce over ranks 0 to this one, in place; `exclusive` leaves it out; collective. See `Backend.scan`."""
+    """Reduce over ranks 0 to this one, or `exclusive` of it, in place; collective. See `Backend.scan`."""
     return chosen_group(group).scan(t, op, async_op, exclusive=exclusive)
 
 
-@either_group_name
 def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
     """Allocate a tensor that all ranks of a node can read and write; collective. See `Backend`."""
     return chosen_group(group).symmetric_empty(shape, dtype)
 
 
-@either_group_name
 def sync_gradient(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).sync_gradient(t)
 
 
-@either_group_name
 def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Average gradients over all ranks, in place, as few large reductions; collective.
 
@@ -274,7 +253,7 @@ def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
         group: The ranks to average over; None means all.
 
     Raises:
-        TypeError: `tensors` is one tensor, or holds something else than tensors.
+        TypeError: `tensors` is one tensor, or has an item that is no tensor.
         CollectiveMismatchError: The ranks' lists differ.
     """
     chosen_group(group).sync_gradients(tensors)
@@ -283,7 +262,6 @@ def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
 # ---- copies -----------------------------------------------------------------------------------------------
 
 
-@either_group_name
 def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank 0's tensor to all ranks, in place; collective. See `Backend.broadcast`."""
     return chosen_group(group, habit="broadcast_from(t, src) copies from a rank that is named").broadcast(
@@ -291,51 +269,43 @@ def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = Fal
     )
 
 
-@either_group_name
 def broadcast_from(t: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
     return chosen_group(group, habit=_ROOT).broadcast_from(t, src, async_op)
 
 
-@either_group_name
 def all_gather(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
     return chosen_group(group, habit=_DIM).all_gather(t, dim, async_op)
 
 
-@either_group_name
 def gather_tensor(t: Tensor, dst: int = 0, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
     return chosen_group(group, habit=_ROOT).gather_tensor(t, dst, async_op)
 
 
-@either_group_name
 def scatter_tensor(
     t: Tensor | None, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
+    """Return this rank's slice of rank `src`'s tensor, split along dim 0; collective. See `Backend.scatter`."""
     return chosen_group(group, habit=_ROOT).scatter_tensor(t, src, async_op)
 
 
-@either_group_name
 def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Send `tensors[i]` to rank i and return what each rank sent here; collective. See `Backend.all_to_all`."""
+    """Send `tensors[i]` to rank i, return the tensors of all ranks for this one; collective. See `Backend`."""
     return chosen_group(group).all_to_all(tensors, async_op)
 
 
-@either_group_name
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
-    """Wait until all ranks have come here; collective."""
+    """Wait until all ranks have called it; collective."""
     return chosen_group(group).barrier(async_op)
 
 
-@either_group_name
 def broadcast_object(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
     """Return rank `src`'s picklable object on all ranks; collective."""
     return chosen_group(group).broadcast_object(obj, src)
 
 
-@either_group_name
 def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Return the picklable objects of all ranks, in rank order; collective."""
     return chosen_group(group).all_gather_object(obj)
@@ -344,25 +314,21 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 # ---- point to point ---------------------------------------------------------------------------------------
 
 
-@either_group_name
 def send(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send to rank `dst`; returns when the tensor may be changed. See `Backend.send`."""
     chosen_group(group, habit=_TAG).send(t, dst, tag)
 
 
-@either_group_name
 def recv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Receive from rank `src`, in place. See `Backend.recv`."""
     chosen_group(group, habit=_TAG).recv(t, src, tag)
 
 
-@either_group_name
 def isend(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to send to rank `dst`. See `Backend.isend`."""
     return chosen_group(group, habit=_TAG).isend(t, dst, tag)
 
 
-@either_group_name
 def irecv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to receive from rank `src`, in place. See `Backend.irecv`."""
     return chosen_group(group, habit=_TAG).irecv(t, src, tag)

@@ -1,13 +1,12 @@
-"""Which samples of a dataset each rank takes, and how to go on in the middle of an epoch.
+"""A sampler that deals a dataset to ranks and resumes in the middle of an epoch at another number of ranks.
 
-An epoch is one fixed order of all samples, the same on every rank: a permutation made from the seed and the
-epoch, or 0, 1, 2, … without shuffling. The ranks are dealt this order like cards. So how far an epoch has
-come is a single number, the position in the order up to which samples were consumed, and it means the same
-at any number of ranks:
+An epoch is one fixed order of all samples, the same on every rank: a permutation made from the seed and the epoch,
+or 0, 1, 2, … without shuffling. Ranks take samples from this order in turn. The progress of an epoch is therefore a
+single number, the position up to which samples were consumed, with the same meaning at any number of ranks:
 
     order of the epoch   7  2  9  0  5  1  8  3  6  4
     three ranks          0  1  2  0  1  2  │              two samples each consumed: position 6
-    then two ranks                         0  1  0  1     go on from there
+    then two ranks                         0  1  0  1     resume at position 6
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import Sampler
 
 from .groups.world import current_world
-from .utils.arguments import check_flags, either_name, integer
+from .utils.arguments import check_flags, integer
 
 __all__ = ["DistributedSampler"]
 
@@ -29,66 +28,77 @@ _STATE_KEYS = ("epoch", "length", "position", "seed", "shuffle")
 
 @dataclass
 class _Pass:
-    """One pass through an epoch, or through what is left of it."""
+    """One pass through an epoch, or through the rest of a resumed epoch.
+
+    Attributes:
+        start: First position in the epoch's order, counted over all ranks.
+        yielded: Number of samples that this rank has received.
+        complete: True after the last sample.
+    """
 
     start: int = 0
-    """Position in the epoch's order at which it begins, counted over all ranks."""
     yielded: int = 0
-    """Samples that this rank has been given."""
     complete: bool = False
 
     def count(self, indices: Sequence[int]) -> Iterator[int]:
-        """Yield `indices` and keep count."""
+        """Yield indices and count them."""
         for index in indices:
             self.yielded += 1
-            # Set with the last sample, not after it: a loop may stop there without asking for one more.
+            # Set before the last sample is yielded: a loop may stop there without asking for a further one.
             self.complete = self.yielded == len(indices)
             yield index
         self.complete = True
 
 
 class DistributedSampler(Sampler[int]):
-    """Give each rank its share of a dataset's indices, the same ones as torch's sampler of this name.
+    """Yields this rank's indices of a dataset, equal to the indices of torch's sampler of this name.
 
-    Every rank gets equally many. Where the number of samples does not divide by the number of ranks, the
-    epoch's first samples are used again to fill up, or with `drop_last` its last ones are left out.
+    Every rank gets the same number of indices. If the number of samples is not divisible by the number of ranks,
+    the epoch's first samples are repeated at its end, or with `drop_last` its last samples are left out.
 
-    Local: nothing is communicated. All ranks must be given the same arguments, but for `rank`.
+    Local: nothing is communicated. All ranks must have the same arguments, except `rank`.
 
     Args:
-        dataset: A dataset with `len()`, or the number of samples itself; at least 1. The length is read once,
-            here. It may be named `dataset_or_length` as well.
-        num_replicas: Number of ranks that share the dataset; default: the size of the default group, or 1
+        dataset: A dataset with `len()`, or the number of samples; at least 1. The length is read once.
+        num_replicas: Number of ranks that share the dataset; None means the size of the default group, or 1
             before `init_process_group()`.
-        rank: Which of them this one is; default: the rank in the default group, or 0.
-        shuffle: Permute the samples anew in each epoch.
+        rank: This rank's number among them; None means the rank in the default group, or 0.
+        shuffle: Draw another permutation of the samples in each epoch.
         seed: Seed of the permutations; epoch `e` uses `seed + e`. The same on all ranks.
         drop_last: Leave out the samples that do not fill a round of all ranks, instead of repeating some.
+        dataset_or_length: Another name of `dataset`.
 
     Raises:
         ValueError: No samples, a rank outside `0 … num_replicas - 1`, or a seed beyond 64 bits.
         TypeError: A dataset without `len()`, or a number that is not an integer.
 
     Attributes:
-        dataset: As given.
-        epoch: The epoch in hand; set by `set_epoch`.
+        dataset: The dataset, or the number of samples.
+        epoch: The current epoch; set by `set_epoch`.
         length: Number of samples in the dataset.
     """
 
-    @either_name("dataset", "dataset_or_length")
     def __init__(
         self,
-        dataset: Sized | int,
+        dataset: Sized | int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        dataset_or_length: Sized | int | None = None,
     ) -> None:
+        if dataset_or_length is not None:
+            if dataset is not None:
+                raise TypeError(
+                    "dataset: expected it once, got it also as dataset_or_length=, which means the same"
+                )
+            dataset = dataset_or_length
         check_flags(shuffle=shuffle, drop_last=drop_last)
         self.dataset = dataset
         self.length = _length(dataset)
-        self.num_replicas, self.rank = _place(num_replicas, rank)
+        self.num_replicas, self.rank = _size_and_rank(num_replicas, rank)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = integer("seed", seed)
@@ -98,28 +108,28 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def num_samples(self) -> int:
-        """How many indices a whole epoch gives this rank."""
+        """Number of this rank's indices in a full epoch."""
         return self._share(self.length)
 
     @property
     def total_size(self) -> int:
-        """How many indices a whole epoch gives all ranks together."""
+        """Number of all ranks' indices in a full epoch."""
         return self.num_samples * self.num_replicas
 
     def _share(self, samples: int) -> int:
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def __len__(self) -> int:
-        """Return how many indices a pass gives this rank: of a resumed epoch, the indices that are left."""
+        """Return the number of this rank's indices in a pass: in a resumed epoch, in the rest of it."""
         return self._share(self.length - self._pass.start)
 
     def __iter__(self) -> Iterator[int]:
-        """Begin a pass through the epoch: what is left of a resumed one, else all of it."""
+        """Begin a pass through the epoch, or through the rest of a resumed epoch."""
         self._pass = _Pass(start=0 if self._pass.complete else self._pass.start)
         return self._pass.count(self._indices())
 
     def _indices(self) -> list[int]:
-        """Return this rank's indices of the pass in hand."""
+        """Return this rank's indices of the current pass."""
         first = self._pass.start + self.rank
         positions = first + self.num_replicas * torch.arange(len(self), device="cpu")
         positions %= self.length
@@ -131,11 +141,11 @@ class DistributedSampler(Sampler[int]):
         return indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: another order of the samples, from its beginning.
+        """Begin an epoch, which has its own order of the samples.
 
-        Call it on every rank before each epoch's loop. If `epoch` is the one just loaded, the order is taken
-        up at the loaded position: so a loop that begins with `set_epoch(state["epoch"])` after
-        `load_state_dict(state)` goes on in the middle of that epoch, and runs the next ones whole.
+        Call it on every rank before each epoch's loop. The epoch of a loaded state begins at the loaded position: a
+        loop that calls `set_epoch(state["epoch"])` after `load_state_dict(state)` resumes in the middle of that
+        epoch, and runs later epochs in full.
 
         Args:
             epoch: Number of the epoch, at least 0.
@@ -150,26 +160,25 @@ class DistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def state_dict(self, samples_consumed: int | None = None) -> dict[str, int | bool]:
-        """Return how far the epoch has come, to resume from with any number of ranks.
+        """Return the progress of the epoch, to resume from with any number of ranks.
 
-        A `DataLoader` asks for indices before they are trained on: with `num_workers` workers up to
-        `prefetch_factor * num_workers` batches before. A state of what was handed out would skip those
-        batches at resumption, so say what was really consumed: `samples_consumed=steps * batch_size`. The
-        default, what was handed out, is right without workers and between epochs.
+        The workers of a `DataLoader` prefetch up to `prefetch_factor * num_workers` batches of indices. A resumed
+        run would skip these batches, so give the number of samples trained on: `samples_consumed=steps *
+        batch_size`. The default, the number of indices yielded, is right without workers and between epochs.
 
-        Local. Equal on all ranks if they have consumed equally many, as they have after any whole step; so
-        one rank may save it for all. It holds plain integers and booleans only.
+        Local. All ranks have the same state after a full step, so one rank may save it for all. Its values are
+        plain integers and booleans.
 
         Args:
-            samples_consumed: Samples that this rank has consumed since this pass began, which is the
-                beginning of the epoch or, in a resumed epoch, the place where it was resumed.
+            samples_consumed: Samples that this rank has consumed since the beginning of the epoch, or since the
+                position at which a resumed epoch began.
 
         Returns:
-            `epoch`; `position`, samples of the epoch consumed by all ranks together; `length`, `seed` and
-            `shuffle`, which `load_state_dict` compares.
+            `epoch`; `position`, the number of samples of the epoch that all ranks have consumed; `length`, `seed`
+            and `shuffle`, which `load_state_dict` compares.
 
         Raises:
-            ValueError: `samples_consumed` is negative, or more than this rank was given in this pass.
+            ValueError: `samples_consumed` is negative, or more than the indices yielded in this pass.
             TypeError: `samples_consumed` is not an integer.
         """
         given = self._pass.yielded
@@ -189,17 +198,16 @@ class DistributedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where a sampler of the same dataset stopped, perhaps with another number of ranks.
+        """Resume at the position of another sampler of the same dataset, at any number of ranks.
 
-        What the epoch has left is dealt to this sampler's ranks, so over both runs each sample of the epoch
-        comes once; only at its very end are samples repeated, or with `drop_last` left out, as this number
-        of ranks requires. Length, seed and shuffling decide the epoch's order: they must be the state's own,
-        and a difference is refused rather than taken over, for then the run was set up otherwise than meant.
+        The rest of the epoch is dealt to this sampler's ranks, so that both runs together take each sample once;
+        samples are repeated or left out only at the end of the epoch. Length, seed and shuffling decide the epoch's
+        order and must be equal: a difference is an error, since the run was set up in another way.
 
         Local. Load the same state on every rank, before the `DataLoader` is iterated.
 
         Args:
-            state: What `state_dict` returned, on any rank.
+            state: The result of `state_dict` on any rank.
 
         Raises:
             ValueError: Entries are missing or unknown, the state is of a sampler with another length, seed
@@ -231,8 +239,8 @@ class DistributedSampler(Sampler[int]):
             )
 
 
-def _length(dataset: Sized | int) -> int:
-    # A dataset may itself be a tensor of one element, which would pass for an integer: ask for len() first.
+def _length(dataset: object) -> int:
+    # A tensor of one element is a dataset and would pass for an integer: len() decides first.
     if isinstance(dataset, Sized):
         length = len(dataset)
     elif isinstance(dataset, SupportsIndex):
@@ -247,12 +255,12 @@ def _length(dataset: Sized | int) -> int:
     return length
 
 
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return number of ranks and own rank, from the default group where they are not given."""
+def _size_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of ranks and this rank, each from the default group if it is None."""
     world = current_world()
-    here = (1, 0) if world is None else (world.size, world.rank)
-    num_replicas = integer("num_replicas", here[0] if num_replicas is None else num_replicas, minimum=1)
-    rank = integer("rank", here[1] if rank is None else rank)
+    size, own = (1, 0) if world is None else (world.size, world.rank)
+    num_replicas = integer("num_replicas", size if num_replicas is None else num_replicas, minimum=1)
+    rank = integer("rank", own if rank is None else rank)
     if not 0 <= rank < num_replicas:
         raise ValueError(
             f"rank: expected 0 to {num_replicas - 1} for num_replicas={num_replicas}, got {rank}; give both, "
@@ -263,7 +271,7 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 def _check_keys(state: Mapping[str, object]) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
+        raise TypeError(f"state: expected the mapping of state_dict(), got {type(state).__name__}")
     if set(state) != set(_STATE_KEYS):
         raise ValueError(
             f"state: expected the entries {', '.join(_STATE_KEYS)} of a sampler's state_dict(), got "

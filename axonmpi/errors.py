@@ -1,19 +1,19 @@
-"""What can go wrong, as types.
+"""Types of errors.
 
-A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. Everything here is the
-other kind: the launch, the machine or another rank is at fault, and the code at the call site may be right.
+A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. An `AxonmpiError` has another cause:
+the launch, the machine or another rank is at fault, and the code at the call site may be right.
 
     AxonmpiError (RuntimeError)
     ├── LaunchError               the processes were not started as one MPI job
     ├── CommunicatorError         a group is closed, inherited by a fork, or MPI itself failed
     ├── CollectiveMismatchError   the ranks of a group made different calls
-    ├── CollectiveTimeoutError    the other ranks did not come in time
+    ├── CollectiveTimeoutError    the other ranks did not call the operation in time
     ├── RankFailedError           another rank failed while this one waited for it
     ├── UnusedParameterError      (also a ValueError) parameters got no gradient under data parallelism
     ├── CheckpointError           a checkpoint cannot be written or read
     └── NcclError                 NCCL reported an error
 
-Two classes serve the caller's side: `DtypeError` is both a `TypeError` and a `ValueError`, `DimensionError` a
+Two classes are for mistakes in a call: `DtypeError` is both a `TypeError` and a `ValueError`, `DimensionError` a
 `ValueError` and, as torch's own, an `IndexError`.
 """
 
@@ -39,7 +39,7 @@ class AxonmpiError(RuntimeError):
 
 
 class LaunchError(AxonmpiError):
-    """The processes were not started as one MPI job; the message says what to type instead."""
+    """The processes were not started as one MPI job; the message has the command to type."""
 
 
 class CommunicatorError(AxonmpiError):
@@ -47,10 +47,10 @@ class CommunicatorError(AxonmpiError):
 
 
 class CollectiveMismatchError(AxonmpiError):
-    """The ranks of a group made different calls; raised on every rank, naming those that differ.
+    """The ranks of a group made different calls; raised on every rank, with the calls and their ranks.
 
     Attributes:
-        calls: What each rank called, in words, where the ranks have told each other.
+        calls: Each rank's call as text; empty if the ranks have not exchanged them.
     """
 
     calls: tuple[str, ...] = ()
@@ -61,15 +61,15 @@ class CollectiveTimeoutError(AxonmpiError, TimeoutError):
 
 
 class RankFailedError(AxonmpiError):
-    """Another rank failed while this one was waiting for it."""
+    """Another rank failed while this rank waited for it."""
 
 
 class UnusedParameterError(AxonmpiError, ValueError):
-    """Parameters got no gradient in a backward that data parallelism was to reduce; the message names them."""
+    """Parameters have no gradient after a backward that data parallelism reduces; the message names them."""
 
 
 class CheckpointError(AxonmpiError):
-    """A checkpoint cannot be written, or what is read is not whole."""
+    """A checkpoint cannot be written, or is incomplete or damaged."""
 
 
 class NcclError(AxonmpiError):
@@ -77,7 +77,7 @@ class NcclError(AxonmpiError):
 
 
 class DtypeError(TypeError, ValueError):
-    """A tensor's dtype does not allow the operation; the message says which dtypes do."""
+    """A tensor's dtype does not allow the operation; the message lists the dtypes that do."""
 
 
 class DimensionError(ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The small types that every layer speaks in: reductions, strategies, Work, Observer."""
+"""Small types that all packages use: reductions, strategies, Work, Observer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds
 
 
 class ReduceOp(enum.IntEnum):
-    """How the tensors of all ranks become one.
+    """The operation of a reduction over ranks.
 
     On `torch.bool`, SUM and MAX are the logical or, PRODUCT and MIN the logical and. Integers wrap around.
     AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one. BAND, BOR and BXOR are the bitwise
@@ -30,10 +30,10 @@ class ReduceOp(enum.IntEnum):
 
 
 class GradSyncStrategy(enum.Enum):
-    """When data parallelism reduces gradients.
+    """The time at which data parallelism reduces gradients.
 
-    SYNCHRONOUS: everything at the end of backward, or when `sync_gradients()` is called.
-    OVERLAPPED: bucket by bucket, while backward runs where ranks have a core to spare for it.
+    SYNCHRONOUS: all at the end of backward, or when `sync_gradients()` is called.
+    OVERLAPPED: bucket by bucket, while backward runs if ranks have a spare core for it.
     NO_SYNC: only when `sync_gradients()` is called.
     """
 
@@ -43,31 +43,31 @@ class GradSyncStrategy(enum.Enum):
 
 
 class Work(ABC):
-    """An operation under way. Operations of one group run in the order in which they were started."""
+    """A running operation. Operations of one group run in the order in which they were started."""
 
     @abstractmethod
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete.
 
         Args:
-            timeout: Seconds to wait; `None` waits as long as it takes.
+            timeout: Seconds to wait; None has no limit.
 
         Raises:
-            CollectiveTimeoutError: Not complete in time; the operation goes on and can be waited for again.
-            Exception: Whatever the operation itself raised.
+            CollectiveTimeoutError: Not complete in time; the operation continues and can be waited for again.
+            Exception: Raised by the operation itself.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Say whether the operation is complete or has failed, without blocking."""
+        """Return True if the operation is complete or has failed, without blocking."""
 
     @abstractmethod
     def result(self) -> Any:
-        """Wait, then return what the blocking form of the operation returns."""
+        """Wait, then return the result of the operation."""
 
 
 class CompletedWork(Work):
-    """The Work of an operation that was complete when it was returned."""
+    """The Work of an operation that is complete from the start."""
 
     def __init__(self, value: Any = None) -> None:
         self._value = value
@@ -85,13 +85,13 @@ class CompletedWork(Work):
 
 
 class Observer(Protocol):
-    """What a backend tells about its operations: called around each one, on the thread that runs it.
+    """Callbacks around each operation of a backend, on the thread that runs it.
 
-    Between nodes an asynchronous all-reduce may begin before the one before it has ended, on the same thread.
+    Between nodes an asynchronous all-reduce may begin before the previous all-reduce has ended, on the same thread.
     """
 
     def enter(self, operation: str, nbytes: int) -> None:
-        """An operation begins; `nbytes` is the size of this rank's tensor (0 where there is none)."""
+        """Note the begin of an operation; `nbytes` is the size of this rank's tensor, 0 without one."""
 
     def leave(self, operation: str) -> None:
-        """The operation has ended, normally or not."""
+        """Note the end of the operation, with or without an error."""

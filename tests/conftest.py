@@ -27,9 +27,9 @@ settings.load_profile("no deadline")
 
 ABOVE_THE_BACKENDS = (
     *("backends/nccl/test_carriers", "backends/nccl/test_double", "backends/nccl/test_stream_order"),
-    *("checkpoint/parts/", "checkpoint/test_layouts", "checkpoint/tools/", "collectives/", "ddp/", "fsdp/"),
+    *("checkpoint/parts/", "checkpoint/test_layouts", "checkpoint/tools/", "across_ranks/", "ddp/", "fsdp/"),
     *("groups/", "jobs/gpu/", "jobs/soak/", "others/original/", "pipeline/", "tensor/", "test_comm", "test_data"),
-    *("test_habits", "test_public_calls", "test_wrong_types", "train/", "wrapping/"),
+    *("test_habits", "test_mesh", "test_public_calls", "test_wrong_types", "train/", "wrapping/"),
 )
 """Beginnings of the paths of tests of code that is written once for all backends."""
 START_JOBS = (

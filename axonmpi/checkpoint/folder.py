@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..types import Seconds
-from ..utils.arguments import either_group_name, integer
+from ..utils.arguments import integer
 from .background import Background
 from .files.folders import check_own, partial_of, recover
 from .files.intact import damage_of
@@ -68,7 +68,6 @@ class CheckpointFolder:
         CheckpointError: The folder cannot be read or tidied up, or another job has it; on all ranks.
     """
 
-    @either_group_name
     def __init__(
         self, root: str | os.PathLike[str], keep: int | None = 3, *, group: ProcessGroup | None = None
     ) -> None:
@@ -77,7 +76,7 @@ class CheckpointFolder:
         with raised_on_all(backend):
             self.root = Path(os.path.abspath(os.fspath(root)))
             self.keep = None if keep is None else integer("keep", keep, minimum=1)
-        check_same(
+        same_on_all_ranks(
             backend,
             [f"root {self.root}", f"keep {self.keep}"],
             "CheckpointFolder: the arguments are not the same on all ranks",

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
-from ..utils.arguments import check_flags, either_group_name
+from ..utils.arguments import check_flags
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
@@ -60,7 +60,6 @@ class CheckpointInfo:
     unexpected: tuple[str, ...] = ()
 
 
-@either_group_name
 @phase(Phase.CHECKPOINT)
 def load_checkpoint(
     path: str | os.PathLike[str],
@@ -111,7 +110,7 @@ def load_checkpoint(
         target = Path(os.path.realpath(os.fspath(path)))
     arguments = [f"path {os.path.abspath(path)}", f"strict {strict}", f"dtype {dtype}", f"random {random}"]
     arguments += [f"{name} {value is not None}" for name, value in {"optimizer": optimizer, **states}.items()]
-    check_same(
+    same_on_all_ranks(
         ranks.all.backend,
         arguments,
         "load_checkpoint: the arguments are not the same on all ranks",

@@ -27,7 +27,7 @@ from ..groups.world import chosen_group
 from ..launch.settings import stop_signal
 from ..launch.variables import job_end_time
 from ..types import ReduceOp, Seconds
-from ..utils.arguments import either_group_name, seconds
+from ..utils.arguments import seconds
 
 _LONGEST_MARGIN = 60.0
 _SHARE_OF_TIME = 0.1
@@ -61,7 +61,6 @@ class PreemptionGuard:
         TypeError: A signal is no number of one, or `group` is no group.
     """
 
-    @either_group_name
     def __init__(
         self,
         signals: Iterable[int] | None = None,

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
 from ..types import Work
-from ..utils.arguments import check_flags, either_group_name, integer
+from ..utils.arguments import check_flags, integer
 from ..wrapping.optimizer_hooks import parameters_of
 from .agreed import agree
 from .background import Background
@@ -53,7 +53,6 @@ class Stateful(Protocol):
         """Take a state."""
 
 
-@either_group_name
 @phase(Phase.CHECKPOINT)
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -137,7 +136,7 @@ def save_checkpoint(
         f"max {max_file_size}",
     ]
     arguments.append(f"optimizer {optimizer is not None}")
-    check_same(
+    same_on_all_ranks(
         ranks.all.backend,
         arguments,
         "save_checkpoint: the arguments are not the same on all ranks",

@@ -1,14 +1,14 @@
 """Training with a different number of batches on each rank.
 
-Before each synchronisation the ranks tell each other who takes part, and in what:
+Before each synchronisation the ranks exchange its name, or "none" from a rank that has left the loop:
 
     rank 0   batch · batch · batch · batch · leaves ─┐
     rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters and optimizer state for everybody
 
-A rank that has left the loop contributes zeros until all ranks have left. Then all ranks take the parameters, the
-buffers and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given to
-`join` must not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
-`torch.distributed.algorithms.join`.
+A rank that has left contributes zeros until all ranks have left. Then all ranks get the parameters, buffers and
+optimizer state of a rank that trained to the end. A stateful optimizer that was not given to `join` refuses its
+next step: gradients would be equal on all ranks, and the steps different. `torch.distributed.algorithms.join` has
+the same idea.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Stateful(Protocol):
 
 
 class Join:
-    """The context that `DistributedDataParallel.join` returns.
+    """The context manager of `DistributedDataParallel.join`.
 
     Args:
         module: The model.
-        reducer: Averages its gradients.
-        state: What is brought into step in the end.
+        reducer: The reducer of its gradients.
+        state: Objects that get the state of a rank that trained to the end.
         broadcast_state: Copies the parameters and buffers of a rank to all ranks; collective.
-        broadcast_buffers: Copies the buffers of a rank to all ranks; collective if there are any.
-        divide_by_initial: Averages divide by the group's size; else by the ranks still training.
+        broadcast_buffers: Copies the buffers of a rank to all ranks; collective.
+        divide_by_initial: Divide sums by the group's size; if False, by the number of ranks still training.
         throw_on_early: Raise on all ranks as soon as one has left.
     """
 
@@ -97,26 +97,26 @@ class Join:
                 self._accompany()
                 self._broadcast_state(self._last_active[0])
                 if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
-                    self._bring_into_step()
+                    self._share_state()
         finally:
             self._reducer.steps.restart()
             self._reducer.report_event = None
             self._reducer.scale = 1.0
 
     def _report(self, event: str) -> list[int]:
-        """Tell the other ranks which event this rank begins; return the ranks that take part; collective."""
-        self._exchange(_EVENTS.index(event))
+        """Exchange the event that this rank begins and return the ranks that take part; collective."""
+        self._exchange(event)
         if not self._divide_by_initial:
             self._reducer.scale = self._group.size / len(self._last_active)
         return self._last_active
 
-    def _exchange(self, code: int) -> str:
-        """Exchange the numbers of the ranks' events (0: none) and return that of the active ranks; collective."""
+    def _exchange(self, event: str) -> str:
+        """Exchange the ranks' events and return the event of the ranks still training; collective."""
         control = self._group.backend.control
-        table = torch.zeros(control.size, dtype=torch.int64, device=control.place)
-        table[control.rank] = code
-        control.all_reduce(table, ReduceOp.SUM)
-        events = [_EVENTS[value] for value in table.tolist()]
+        codes = torch.zeros(control.size, dtype=torch.int64, device=control.place)
+        codes[control.rank] = _EVENTS.index(event)
+        control.all_reduce(codes, ReduceOp.SUM)
+        events = [_EVENTS[code] for code in codes.tolist()]
         active = [rank for rank, event in enumerate(events) if event != "none"]
         if active:
             self._last_active = active
@@ -135,7 +135,7 @@ class Join:
     def _accompany(self) -> None:
         """Take part in the other ranks' synchronisations until all have left; collective."""
         self._reducer.report_failed_backward()
-        while (event := self._exchange(0)) != "none":
+        while (event := self._exchange("none")) != "none":
             if event == "buffers":
                 self._broadcast_buffers(self._last_active[0])
             else:
@@ -147,8 +147,8 @@ class Join:
             self._stepped[id(optimizer)] = optimizer
             self._steps += 1
 
-    def _bring_into_step(self) -> None:
-        """Give all ranks the state of one that trained to the end; collective."""
+    def _share_state(self) -> None:
+        """Load the state of a rank that trained to the end on all ranks; collective."""
         for each in self._state:
             each.load_state_dict(self._group.broadcast_object(each.state_dict(), self._last_active[0]))
         given = {id(each) for each in self._state}
@@ -159,7 +159,7 @@ class Join:
 
 
 def _counts_steps(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer's next step depends on those before: by its state, or by a schedule of its rates."""
+    """Return True if an optimizer's next step depends on earlier steps, by its state or a schedule of its rates."""
     return any(optimizer.state.values()) or any("initial_lr" in group for group in optimizer.param_groups)
 
 

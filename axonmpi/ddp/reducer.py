@@ -1,19 +1,19 @@
-"""Averaging gradients while backward runs.
+"""Averages of gradients, computed while backward runs.
 
 Autograd calls a hook on each parameter's node when its gradient is complete, after all hooks on the parameter
-itself, whenever they were registered. It puts the gradient into its bucket; a full bucket is reduced, in the
-buckets' order, which is the same on all ranks whatever order gradients come in:
+itself. The hook puts the gradient into its bucket, and a full bucket is reduced. Buckets are reduced in one order,
+the same on all ranks, independent of the order in which gradients become ready:
 
     backward     ── grad ── grad ── grad ── grad ── grad ──┐ end of backward
     bucket 0         └──── full ─▶ all-reduce ─────────────┤
     bucket 1                        └──── full ─▶ all-reduce ┤ wait for all, write back
     status                                                   └▶ did every rank have every gradient?
 
-Where ranks have no core to spare for a thread that communicates, the reductions all come at the end.
-After the first backward the buckets are laid out anew, in the order in which gradients became ready on rank 0.
+Without a spare core for a communicating thread, all reductions run at the end of backward. After the first backward
+the buckets are laid out again, in the order in which gradients became ready on rank 0.
 
-The gradients of a backward are reduced if any forward that it goes through was outside `no_sync()`: hooks on the
-model's outputs, which run first, tell the reducer.
+A backward is reduced if it passes through any forward outside `no_sync()`: hooks on the model's outputs, which run
+first, call `begin_backward`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives.divided_parameters import Axis, axes_of, replicate
+from ..across_ranks.sharded_parameters import Axis, axes_of, mark_replicated
 from ..errors import RankFailedError, UnusedParameterError
 from ..groups.process_group import ProcessGroup
 from ..launch.board import enter_phase
@@ -38,12 +38,12 @@ from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
 from ..wrapping.optimizer_hooks import mark_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
-from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
+from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, assign_buckets
 
 COMPLETE, PARTIAL, ABANDONED = range(3)
-"""How a backward ended on a rank: with every gradient, without some, or with an exception."""
+"""The end of a backward on a rank: with all gradients, with some missing, or with an exception."""
 _NAMED_PARAMETERS = 10
-"""How many parameters an error lists before it only counts."""
+"""Number of parameters that an error names; it counts the rest."""
 
 
 class Reducer:
@@ -54,17 +54,17 @@ class Reducer:
         group: The ranks to average over.
         strategy: When to reduce.
         cap_bytes: Largest bucket, in bytes.
-        as_view: Whether `param.grad` becomes a view of its bucket.
-        find_unused: Whether parameters without a gradient count as zero instead of being an error.
+        as_view: True if `param.grad` becomes a view of its bucket.
+        find_unused: True if a parameter without a gradient counts as zeros, False if it is an error.
         reduce_dtype: Dtype of communication; None for the gradients' own.
 
     Attributes:
-        group: The same.
+        group: The ranks to average over.
         enabled: False within `no_sync()`.
         steps: Counts the model's steps.
-        report_event: Called before each synchronisation with what it is for; tells the other ranks and returns the
-            ranks that take part. Uneven inputs use it (`join`).
-        scale: Factor on the averages; uneven inputs use it.
+        report_event: Set by `join`: called with the name of each synchronisation before it begins, returns the
+            ranks that take part.
+        scale: Factor on the averages; set by `join`.
     """
 
     def __init__(
@@ -92,32 +92,31 @@ class Reducer:
         self.report_event: Callable[[str], list[int]] | None = None
         self.scale = 1.0
         self._hooks: dict[int, RemovableHandle] = {}
-        self._reported = False
         self._take(named_parameters)
 
     def _take(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
-        replicate(self._parameters, self._axis)
+        mark_replicated(self._parameters, self._axis)
         self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
         self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._buckets: list[Bucket] = []
         self._learns_order = self._strategy is GradSyncStrategy.OVERLAPPED and self.group.size > 1
-        # Without a core to spare, a thread that communicates would only slow backward down.
+        # Without a spare core, a communicating thread would only slow backward down.
         can_overlap = all(self.group.backend.on(parameter.device).overlaps for parameter in self._parameters)
         self._overlaps = self._strategy is GradSyncStrategy.OVERLAPPED and can_overlap
         self._changed: dict[int, None] = {}  # gradients changed since they were last reduced, in order
-        self._reduces: bool | None = None  # whether the backward under way is reduced; None: there is none
+        self._reduces: bool | None = None  # True if the running backward is reduced; None if no backward runs
         self._lay_out(list(reversed(range(len(self._parameters)))))
-        self._nodes: dict[int, Node] = {}  # autograd forgets a node that nobody holds, and its hooks
+        self._nodes: dict[int, Node] = {}  # autograd drops a node without references, and its hooks
         for position in range(len(self._parameters)):
             self._hook(position)
 
     def follow(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
-        """Reduce the gradients of these parameters from now on; collective if they differ from those before.
+        """Reduce the gradients of other parameters from now on; collective.
 
         Returns:
-            The parameters that are new, or have another shape or dtype than before.
+            The parameters that are new, or have a new shape, dtype or device.
 
         Raises:
             ValueError: A parameter is no longer trained and has a gradient that was not averaged.
@@ -139,7 +138,7 @@ class Reducer:
 
     @property
     def averages(self) -> bool:
-        """Whether the backward of a forward that begins now averages gradients."""
+        """Whether a forward that begins now has a backward that averages gradients."""
         return self.enabled and self._strategy is not GradSyncStrategy.NO_SYNC
 
     @property
@@ -148,7 +147,7 @@ class Reducer:
         return [bucket.flat.numel() for bucket in self._buckets]
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether these are the parameters whose gradients are reduced, of the same kind as before; local."""
+        """Return True if these are the parameters to reduce, with unchanged shapes, dtypes and devices; local."""
         return self._kinds == [_kind(parameter) for parameter in parameters]
 
     def _hook(self, position: int) -> None:
@@ -156,7 +155,7 @@ class Reducer:
         self._nodes[position], self._hooks[position] = hook_gradient(self._parameters[position], hook)
 
     def _hook_new_nodes(self, positions: Iterable[int]) -> None:
-        """Hook parameters that were converted to another dtype and back since: they have got new nodes; local."""
+        """Hook parameters that have a new node, as after a conversion to another dtype and back; local."""
         for position in positions:
             parameter = self._parameters[position]
             if parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[position]:
@@ -168,25 +167,26 @@ class Reducer:
 
     @outside_compile
     def on_gradient(self, position: int, *_: object) -> None:
-        """Take note of a gradient that is complete; called by autograd."""
+        """Put a complete gradient into its bucket; called by autograd."""
         check_gradient(self._names[position], self._parameters[position].grad, self._watched_rank)
         self._changed[position] = None
-        if self._reduces is None:  # no forward of the wrapper leads here
+        if self._reduces is None:  # the forward was a call of the module, which the wrapper has not seen
             self.begin_backward(reduces=self.enabled)
         if self._reduces and self._strategy is GradSyncStrategy.OVERLAPPED:
-            self._report_once()
             self._put(position)
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Schedule the work at the end of the outermost backward under way; local.
+        """Schedule the work at the end of the outermost running backward; local.
 
         Args:
-            reduces: Whether the forward that it goes through was outside `no_sync()`. One such forward is enough.
+            reduces: True if its forward was outside `no_sync()`; of several forwards, one is enough.
         """
         if self._reduces or self._reduces is reduces:
             return
         if self._strategy is GradSyncStrategy.NO_SYNC or not self._parameters:
             return
+        if reduces and self.report_event is not None:
+            self.report_event("gradients")
         self._reduces = reduces
         after_backward(self._end_backward)
 
@@ -197,21 +197,19 @@ class Reducer:
             self._reduces = None
             return
         try:
-            self._report_once()
             self._reduce_rest()
         finally:
             self._reset()
 
     def report_failed_backward(self) -> None:
-        """Let the other ranks know if an earlier backward ended in an exception; collective in that case.
+        """Raise an error on the other ranks if an earlier backward ended in an exception; collective in that case.
 
-        They wait for this rank's gradients, and get an error instead.
+        They wait in their own backward for this rank's gradients.
         """
         if in_backward():
             return
         if self._reduces:
             try:
-                self._report_once()
                 self._exchange(ABANDONED, [False] * len(self._parameters))
             finally:
                 self._reset()
@@ -225,28 +223,16 @@ class Reducer:
                 "happens with parameters shared between checkpointed parts; use "
                 "torch.utils.checkpoint(..., use_reentrant=False) or GradSyncStrategy.SYNCHRONOUS"
             )
-        bucket.put(position, as_view=self._as_view)
+        bucket.put(position)
         if self._overlaps:
-            launch_in_order(self._buckets, self._launch, lambda bucket: not bucket.pending)
-
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch(async_op=self._overlaps)
-
-    def _report_once(self) -> None:
-        if self.report_event is not None and not self._reported:
-            try:
-                self.report_event("gradients")
-            except BaseException:
-                self._reset()  # all ranks raise this together, so none waits for the end of this backward
-                raise
-        self._reported = True
+            launch_in_order(self._buckets, Bucket.launch, lambda bucket: not bucket.pending)
 
     # ---- reducing -----------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Reduce gradients that have changed since they were last reduced, if there are any; collective."""
+        """Reduce gradients if any has changed since the last reduction; collective."""
         self.report_failed_backward()
-        self._hook_new_nodes(range(len(self._parameters))[:1])  # of one that was converted and back, all are
+        self._hook_new_nodes(range(len(self._parameters))[:1])  # a conversion gives all parameters new nodes
         if self.report_event is not None:
             self.report_event("by hand")
         if self._any_rank_changed():
@@ -256,10 +242,10 @@ class Reducer:
                 self._reset()
 
     def reduce_zeros(self, *, by_hand: bool) -> None:
-        """Take part in a synchronisation of the other ranks without gradients of this one; collective.
+        """Take part in a synchronisation with zeros in place of this rank's gradients; collective.
 
         Args:
-            by_hand: Whether it is one of `sync()`.
+            by_hand: True if the other ranks are in `sync()`, False if they are in backward.
         """
         self._changed.clear()
         if by_hand and not self._any_rank_changed():
@@ -278,52 +264,52 @@ class Reducer:
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
-        """Reduce the buckets that were not launched yet, compare how backward ended, write the averages back."""
+        """Reduce the buckets not yet launched and the status, and write the averages back; collective."""
         for bucket in self._buckets:
             for position in [] if bucket.launched else sorted(bucket.pending):
-                bucket.put(position, as_view=self._as_view)
+                bucket.put(position)
         own = [parameter.grad is not None for parameter in self._parameters]
         self._hook_new_nodes(position for position in range(len(own)) if position not in self._changed)
         state = COMPLETE if len(self._changed) == len(self._parameters) else PARTIAL
         worst, used = self._exchange(state, own)
         for bucket in self._buckets:
-            bucket.unpack(used, as_view=self._as_view, scale=self.scale)
+            bucket.unpack(used, self.scale)
         if self._learns_order and self.report_event is None and worst == COMPLETE:
             self._learn_order()
         mark_gradients(self._divided)
 
     def _exchange(self, state: int, own: list[bool], *, takes_part: bool = True) -> tuple[int, list[bool]]:
-        """Reduce what was not launched yet, and how backward ended here; collective.
+        """Reduce the buckets not yet launched, and one status message; collective.
 
         Args:
-            state: How it ended.
-            own: Which parameters are used here.
-            takes_part: False on a rank that has no batch of its own.
+            state: The end of this rank's backward.
+            own: For each parameter, whether this rank has a gradient.
+            takes_part: False on a rank without a batch of its own.
 
         Returns:
-            How it ended at worst, and which parameters are used on any rank.
+            The worst end of any rank; for each parameter, whether any rank has a gradient.
         """
-        launch_in_order(self._buckets, self._launch)
+        launch_in_order(self._buckets, Bucket.launch)
         step = self.steps.reduce() if takes_part else [0] * STEP_FLAGS
         flags = self._flags([*step, state, *own] if self._find_unused else [*step, state])
         status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)
         waits: list[Callable[[], object]] = [bucket.wait for bucket in self._buckets]
         wait_for_all(waits if status is None else [*waits, partial(status.wait, self._control.timeout)])
-        told = flags.tolist()
-        self.steps.check(told[:STEP_FLAGS], [self.group])
-        worst, *used = told[STEP_FLAGS:]
+        maxima = flags.tolist()
+        self.steps.check(maxima[:STEP_FLAGS], [self.group])
+        worst, *used = maxima[STEP_FLAGS:]
         if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
-            self._raise_together(state)
+            self._raise_on_all(state)
         return worst, [bool(flag) for flag in used] if self._find_unused else [True] * len(own)
 
     def _flags(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.uint8, device=self._control.place)
 
-    def _raise_together(self, state: int) -> None:
-        """Raise the same error on all ranks but those whose own backward has raised before; collective."""
+    def _raise_on_all(self, state: int) -> None:
+        """Raise the same error on all ranks but the ranks whose backward has raised before; collective."""
         missing = [name for position, name in enumerate(self._names) if position not in self._changed]
-        notes = self.group.all_gather_object((state, missing if state == PARTIAL else []))
-        abandoned = [rank for rank, (other, _) in enumerate(notes) if other == ABANDONED]
+        of_all = self.group.all_gather_object((state, missing if state == PARTIAL else []))
+        abandoned = [rank for rank, (other, _) in enumerate(of_all) if other == ABANDONED]
         if state == ABANDONED:
             return
         if abandoned:
@@ -331,7 +317,7 @@ class Reducer:
                 f"gradients were not averaged: backward ended in an exception on {name_ranks(abandoned)}, "
                 "which then went on with another forward"
             )
-        raise UnusedParameterError(_unused_message([names for _, names in notes]))
+        raise UnusedParameterError(_unused_message([names for _, names in of_all]))
 
     def _learn_order(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0; collective."""
@@ -339,26 +325,34 @@ class Reducer:
         self._control.broadcast(order, 0)
         self._learns_order = False
         self._lay_out(order.tolist())
-        if self._as_view:  # or the old buckets would live as long as the gradients in them
+        if self._as_view:  # else the old buckets would live as long as the gradients in them
             for bucket in self._buckets:
                 bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets, unless they would be the same; collective."""
+        """Make the buckets, unless they would not change; collective."""
         cap_bytes = self._cap_bytes
         if cap_bytes is not None and self._overlaps and self._crosses_nodes():
-            whole = sum(parameter.nbytes for parameter in self._parameters)
-            cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, whole // BUCKETS_BETWEEN_NODES))
-        layout = divided_into_buckets(self._parameters, order, cap_bytes)
+            total = sum(parameter.nbytes for parameter in self._parameters)
+            cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, total // BUCKETS_BETWEEN_NODES))
+        layout = assign_buckets(self._parameters, order, cap_bytes)
         if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
             return
-        members = [{position: self._parameters[position] for position in positions} for positions in layout]
-        self._buckets = [Bucket(own, self._reduce_dtype, self.group) for own in members]
+        self._buckets = [self._bucket_with(positions) for positions in layout]
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         self._reset()
 
+    def _bucket_with(self, positions: Iterable[int]) -> Bucket:
+        return Bucket(
+            {position: self._parameters[position] for position in positions},
+            self.group,
+            reduce_dtype=self._reduce_dtype,
+            as_view=self._as_view,
+            async_op=self._overlaps,
+        )
+
     def _crosses_nodes(self) -> bool:
-        """Return True if gradients go between nodes by the network of the CPUs; local."""
+        """Return True if gradients on the CPU are reduced between nodes; local."""
         backend = self.group.backend
         return backend.place.type == "cpu" and len(backend.control.node_ranks) < backend.size
 
@@ -367,7 +361,6 @@ class Reducer:
             bucket.reset()
         self._changed.clear()
         self._reduces = None
-        self._reported = False
 
 
 def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
@@ -375,10 +368,10 @@ def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
 
 
 def _unused_message(names_of: Sequence[Sequence[str]]) -> str:
-    """Name the parameters without a gradient, and the ranks, as an error says it.
+    """Return the error text for parameters without a gradient.
 
     Args:
-        names_of: The names on each rank.
+        names_of: Their names on each rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(names_of):

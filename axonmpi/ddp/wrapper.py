@@ -1,4 +1,4 @@
-"""The module wrapper of data parallelism."""
+"""The module wrapper of data parallelism, used as `torch.nn.parallel.DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.model_checks import check_same_buffers, check_same_model
+from ..across_ranks.sharded_parameters import check_not_sharded, mark_sharded_layers
 from ..backends import broadcast_coalesced
-from ..collectives.agreement import check_same_buffers, check_same_model
-from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..types import GradSyncStrategy
-from ..utils.arguments import check_flags, either_group_name, hint, member
+from ..utils.arguments import check_flags, member, number
 from ..utils.torch_internals import in_backward, outside_compile
 from ..wrapping.backward import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
@@ -36,34 +36,33 @@ _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.floa
 class DistributedDataParallel(Wrapper):
     """Trains one model on all ranks of a group: each rank computes a part of the batch, gradients are averaged.
 
-    Parameters and buffers are copied from rank 0 when the model is wrapped. With equal parts, a step equals one of
-    a single process on the joined batch, if the loss is a mean. Construction, backward and, for models with
-    buffers, forward in training mode are collective: all ranks of the group must do them in the same order.
+    Construction copies parameters and buffers from rank 0. If the ranks' parts of a batch have equal sizes and the
+    loss is a mean, a step equals the step of a single process on the full batch. Construction, backward and, for
+    models with buffers, forward in training mode are collective: all ranks must call them in the same order.
 
     Args:
         module: The model, built in the same way on all ranks, its parameters on devices that the group takes.
         process_group: The ranks; None means all.
-        sync_strategy: When gradients are reduced; a `GradSyncStrategy`, or its name.
-        bucket_cap_mb: Gradients reduced together, in MiB; a larger gradient gets a bucket of its own.
+        sync_strategy: The time of reductions; a `GradSyncStrategy`, or its name.
+        bucket_cap_mb: Size of gradients reduced together, in MiB; a larger gradient gets a bucket of its own.
         broadcast_buffers: Copy rank 0's buffers to all ranks before each forward in training mode.
-        gradient_as_bucket_view: `param.grad` is a view of the bucket, which saves a copy of all gradients.
-        find_unused_parameters: Parameters without a gradient in a backward count as zero on ranks that do not use
-            them; unused on all ranks, their `grad` is left alone. Without this they are an error that names them.
-        reduce_dtype: Dtype in which gradients are sent, torch.bfloat16 for example; sums are taken in float32.
+        gradient_as_bucket_view: Make `param.grad` a view of the bucket, which saves a copy of all gradients.
+        find_unused_parameters: Let parameters without a gradient count as zeros on a rank; unused on all ranks,
+            their `grad` is left alone. If False, they are an error that names them.
+        reduce_dtype: Dtype of communication, torch.bfloat16 for example; 16-bit types are summed in float32.
 
     Attributes:
-        module: The same.
+        module: The wrapped model.
         process_group: The ranks over which gradients are averaged.
-        sync_strategy: When gradients are reduced.
+        sync_strategy: The time of reductions.
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: The model has nothing to train, or differs between ranks (naming the first parameter that does).
+        ValueError: The model has no parameter to train, or differs between ranks (names the first difference).
 
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
     """
 
-    @either_group_name
     def __init__(
         self,
         module: nn.Module,
@@ -90,7 +89,7 @@ class DistributedDataParallel(Wrapper):
             find_unused_parameters=find_unused_parameters,
         )
         self.module = module
-        self._equal_buffers: list[tuple[int, int]] | None = None  # as they were when they were last rank 0's
+        self._equal_buffers: list[tuple[int, int]] | None = None  # versions after the last copy from rank 0
         self._broadcast_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
             "strategy": self.sync_strategy,
@@ -110,7 +109,7 @@ class DistributedDataParallel(Wrapper):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
-        mark_divided(module)
+        mark_sharded_layers(module)
         self._reducer = Reducer(_trained(module), self.process_group, **self._options)
 
     @property
@@ -129,22 +128,22 @@ class DistributedDataParallel(Wrapper):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of forwards in this context accumulate on each rank; local.
 
-        The forward decides, as in torch: its backward may come later. The next backward through a forward outside
-        reduces what has accumulated, as does `sync_gradients()`. After a call of `.module` itself, which the
-        wrapper does not see, it is the backward that has to be in the context.
+        The forward decides, as in torch: its backward may run later. The accumulated gradients are reduced by the
+        next backward through a forward outside, or by `sync_gradients()`. After a call of `.module` itself, which
+        the wrapper does not see, the backward must be in the context.
         """
         return accumulating(self._reducer)
 
     @outside_compile
     def sync_gradients(self) -> None:
-        """Average the gradients that backwards have changed since they were last averaged, in place; collective.
+        """Average the gradients that backward has changed since the last average, in place; collective.
 
-        Does nothing if backward has averaged them already, whatever was done to them by hand since:
-        `axonmpi.sync_gradients` averages any. A parameter without a gradient counts as zero with
+        Does nothing after a backward that has averaged them, even if they were changed by hand since: use
+        `axonmpi.sync_gradients` for these. A parameter without a gradient counts as zeros with
         `find_unused_parameters`, and is an error otherwise.
 
         Raises:
-            UnusedParameterError: Naming parameters that have no gradient.
+            UnusedParameterError: Names the parameters without a gradient.
         """
         self._reducer.sync()
 
@@ -162,20 +161,21 @@ class DistributedDataParallel(Wrapper):
     ) -> AbstractContextManager[object]:
         """Train with a different number of batches on each rank; collective context manager.
 
-        A rank that leaves the loop takes part in the others' reductions with zeros until all have left, and then
-        gets the parameters and buffers of a rank that trained to the end, and that rank's `state`. An optimizer
-        that has state and is not given refuses its next step, for the ranks' steps would differ from then on.
+        A rank that leaves the loop takes part in the others' reductions with zeros until all have left. Then it
+        gets the parameters, buffers and `state` of a rank that trained to the end. A stateful optimizer that is not
+        in `state` refuses its next step, since the ranks' steps would differ from then on.
 
         Args:
-            *state: What else changes from batch to batch, on all ranks in the same order: the optimizer, a learning
-                rate scheduler, a gradient scaler, anything with `state_dict()` and `load_state_dict()`.
+            *state: Further objects that change from batch to batch, on all ranks in the same order: the optimizer,
+                a learning rate scheduler, a gradient scaler, anything with `state_dict()` and `load_state_dict()`.
             enable: False does nothing.
-            divide_by_initial_world_size: Averages divide by the group's size; else by the ranks still training.
+            divide_by_initial_world_size: Divide sums by the group's size; if False, by the number of ranks still
+                training.
             throw_on_early_termination: Raise on all ranks as soon as one has left.
 
         Raises:
-            TypeError: Something in `state` has no state dict.
-            RankFailedError: One has left, with `throw_on_early_termination`.
+            TypeError: An item of `state` has no state dict.
+            RankFailedError: A rank has left, with `throw_on_early_termination`.
         """
         check_flags(
             enable=enable,
@@ -196,7 +196,7 @@ class DistributedDataParallel(Wrapper):
     def broadcast_buffers_from(self, src: int) -> None:
         """Copy the buffers of rank `src` to all ranks, in place; collective if there are any."""
         buffers = list(self.module.buffers())
-        # Through .data as batch norm itself does it, so that a backward through an earlier forward still works.
+        # By .data, as batch norm writes its statistics, so that a backward through an earlier forward still works.
         if sent := [buffer.data for buffer in buffers if buffer.numel()]:
             try:
                 broadcast_coalesced(self.process_group.backend, sent, src, label=_BUFFERS)
@@ -209,13 +209,13 @@ class DistributedDataParallel(Wrapper):
 
     def broadcast_state(self, src: int) -> None:
         """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
-        check_not_divided(self.module, self.process_group)  # layers may have been divided after wrapping
+        check_not_sharded(self.module, self.process_group)  # layers may have been divided after wrapping
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_coalesced(self.process_group.backend, [t.detach() for t in tensors if t.numel()], src)
         self._equal_buffers = _versions(self.module.buffers())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Copy the module; the copy averages over the same group. Collective: the copy has buckets of its own."""
+        """Copy the module, with new buckets and the same group; collective."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self._reducer)] = None
@@ -230,7 +230,7 @@ class DistributedDataParallel(Wrapper):
             "save its .state_dict(), or pickle its .module"
         )
 
-    # ---- inner workings -----------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step, output = self._before_forward(), None
@@ -258,7 +258,7 @@ class DistributedDataParallel(Wrapper):
         return step
 
     def _warn_of_own_buffers(self) -> None:
-        """Warn in the first evaluation after training, if this rank's model gives other results than rank 0's."""
+        """Warn in the first evaluation after training if this rank's buffers differ from rank 0's."""
         equal, self._equal_buffers = self._equal_buffers, None
         if equal is None or not self._broadcast_buffers or self.process_group.rank == 0:
             return
@@ -271,19 +271,19 @@ class DistributedDataParallel(Wrapper):
             )
 
     def _follow_changes(self) -> None:
-        """Lay the gradients out anew if parameters were added, frozen, unfrozen or converted since."""
+        """Make new buckets if parameters were added, frozen, unfrozen or converted since the last forward."""
         shown = list(self.module.parameters())
         if not all(isinstance(parameter, nn.Parameter) for parameter in shown):
-            return  # torch.func.functional_call shows others: their gradients reach the parameters, or nobody
+            return  # torch.func.functional_call shows tensors in place of parameters
         if self._reducer.fits([parameter for parameter in shown if parameter.requires_grad]):
             return
-        check_not_divided(self.module, self.process_group)
+        check_not_sharded(self.module, self.process_group)
         added = self._reducer.follow(_trained(self.module))
         broadcast_coalesced(self.process_group.backend, [p.detach() for p in added if p.numel()], 0)
 
     @outside_compile
     def _after_forward(self, output: Any, step: Callable[..., None] | None) -> None:
-        """See to it that the outermost backward is noticed, also when checkpointing nests others."""
+        """Hook the outputs, so that the reducer notices the outermost backward if checkpointing nests others."""
         enter_phase(Phase.OTHER)
         if torch.is_grad_enabled():
             is_watched = watch_output(output, partial(self._begin_backward, self._reducer.enabled, step))
@@ -304,14 +304,12 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _versions(buffers: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return what tells whether buffers were changed or replaced; local."""
+    """Return numbers that differ after a buffer was changed or replaced; local."""
     return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
 
 def _check_options(bucket_cap_mb: object, dtype: object) -> None:
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
-        raise TypeError(f"bucket_cap_mb: expected a number of MiB, got {bucket_cap_mb!r}{hint(bucket_cap_mb)}")
-    if not 0 < bucket_cap_mb < math.inf:
+    if not 0 < number("bucket_cap_mb", bucket_cap_mb) < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive, finite number of MiB, got {bucket_cap_mb!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"reduce_dtype: expected a torch.dtype or None, got {dtype!r}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..collectives.divided_parameters import mark_divided
+from ..across_ranks.sharded_parameters import mark_sharded_layers
 from .flat_parameter import FlatParameter, ShardedParameter, State
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters
@@ -59,7 +59,7 @@ def places_of(model: nn.Module) -> set[torch.device]:
 
 def build_flats(plans: Sequence[UnitPlan], choices: Choices) -> list[list[FlatParameter]]:
     """Lay out the parameters of each unit: a flat one for each dtype, the trained and the frozen apart; local."""
-    mark_divided(plans[0].module)
+    mark_sharded_layers(plans[0].module)
     loads = [0] * choices.groups.shard.size
     return [_flats_of(plan, choices, loads) for plan in plans]
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.sharded_parameters import mark_sharded, mark_slice
 from ..backends import Sizes
-from ..collectives.divided_parameters import divide, mark_part
 from ..groups.process_group import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
@@ -116,8 +116,8 @@ class ShardedParameter:
         self.own = self.view_in(shard)
         self.sharded = self._like_original(self.own)
         first, last = self.bounds
-        mark_part(self.sharded, first, last, self.shape)
-        divide(self.sharded, group)
+        mark_slice(self.sharded, first, last, self.shape)
+        mark_sharded(self.sharded, group)
         self._is_divided = group.size > 1
         self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_whole
         self.show(None)

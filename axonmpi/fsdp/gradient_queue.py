@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..across_ranks.sharded_parameters import Axis, axes_of, mark_replicated
 from ..backends import wide_dtype
-from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors
@@ -73,7 +73,7 @@ class FlatGradient:
         shown = [parameter.sharded for parameter in flat.parameters]
         self._axis = None if replicas is None else Axis(replicas, replicas.size)
         if self._axis is not None:
-            replicate(shown, self._axis)
+            mark_replicated(shown, self._axis)
         self._divided = [sharded for sharded in shown if axes_of(sharded)]
         self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
         self.reset()

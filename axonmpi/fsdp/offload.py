@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.comparison import first_rank_does
 from ..errors import CollectiveTimeoutError
 from ..groups.process_group import ProcessGroup
 from ..types import Seconds, Work
@@ -70,11 +71,10 @@ class Files:
         numel = prod(shape)
         if not numel:
             return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-        made = self._make(numel * dtype.itemsize) if group is None or group.rank == 0 else None
-        shared = made if group is None else group.broadcast_object(made)
-        assert shared is not None
+        nbytes = numel * dtype.itemsize
+        made = self._make(nbytes) if group is None else first_rank_does(group.backend, lambda: self._make(nbytes))
         try:
-            descriptor = _open_made(*shared)
+            descriptor = _open_made(*made)
             try:
                 path = f"/proc/self/fd/{descriptor}"
                 return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
@@ -83,7 +83,7 @@ class Files:
         finally:
             if group is not None:
                 group.barrier()  # all have mapped it
-            if made is not None:
+            if group is None or group.rank == 0:
                 made[0].unlink()
 
     def _make(self, nbytes: int) -> tuple[Path, int]:

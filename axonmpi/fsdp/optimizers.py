@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..types import ReduceOp
-from ..utils.arguments import either_group_name, hint
+from ..utils.arguments import hint
 from ..wrapping.optimizer_hooks import (
     OF_ALL_PARAMETERS,
     OF_WHOLE_PARAMETERS,
@@ -140,7 +140,6 @@ class ShardedGradScaler(GradScaler):
         TypeError: `device` is no name, or `process_group` no group.
     """
 
-    @either_group_name
     def __init__(self, device: str = "cpu", process_group: ProcessGroup | None = None, **options: Any) -> None:
         if not isinstance(device, str):
             raise TypeError(f"device: expected the name of one, such as 'cpu', got {device!r}{hint(device)}")

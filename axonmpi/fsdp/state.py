@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same
-from ..collectives.divided_parameters import axes_of
+from ..across_ranks.comparison import same_on_all_ranks
+from ..across_ranks.sharded_parameters import axes_of
 from ..utils.arguments import check_flags
 from ..wrapping.optimizer_hooks import parameters_of
 from ..wrapping.partial import as_part_of_state
@@ -145,7 +145,7 @@ def _groups_of(optimizer: torch.optim.Optimizer, runtime: FSDPRuntime) -> list[l
     found = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     lines = [f"group {number}: {', '.join(of_group)}" for number, of_group in enumerate(_names(found))]
     for group in runtime.groups.both:
-        check_same(
+        same_on_all_ranks(
             group.backend,
             lines,
             "optimizer: the ranks have other parameters in its groups",

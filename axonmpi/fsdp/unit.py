@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import raised_on_all
+from ..across_ranks.comparison import raised_on_all
 from ..types import Work
 from ..utils.torch_internals import plain_tensors, set_version
 from .flat_parameter import FlatParameter, ShardedParameter, State

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
+from ..across_ranks.model_checks import check_same_model
 from ..backends import broadcast_coalesced
-from ..collectives.agreement import check_same_model
-from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.process_group import ProcessGroup
-from ..utils.arguments import check_flags, check_functions, either_group_name, member
+from ..utils.arguments import check_flags, check_functions, member
 from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating
@@ -82,7 +82,6 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     Source: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
     """
 
-    @either_group_name
     def __init__(
         self,
         module: nn.Module,
@@ -232,7 +231,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         elif copies is not None:
             asked = [self._groups.shard]
         else:
-            asked = [axis.group for axis in divided_axes(sharded for _, sharded in named)]
+            asked = [axis.group for axis in sharding_axes(sharded for _, sharded in named)]
         times = 1 if copies is None else replicas  # else the sharded parameters know
         counts = copy_counts(named, copies, asked)
         return [(sharded, count * times) for (_, sharded), count in zip(named, counts, strict=True)], asked

@@ -1,7 +1,7 @@
 """An ordered set of ranks, with every collective as a method.
 
-A group numbers its ranks from 0 and hands each operation over to its backend. The short forms (`all_reduce_mean`,
-`broadcast_from`, ...) stand at the end; the functions of `comm` call the methods of the same name.
+A group numbers its ranks from 0 and calls its backend, whose methods document shapes and errors. Short forms
+(`all_reduce_mean`, `broadcast_from`, ...) are at the end; the functions of `comm` call methods of the same name.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ class ProcessGroup:
     """An ordered set of ranks that communicate; the ranks inside are numbered from 0.
 
     Args:
-        backend: The communicator. On ranks outside the group, None.
-        ranks: The members' numbers in the world, in order; by default 0 to the backend's size.
-        own_rank: This rank's number in the world, needed on ranks outside.
+        backend: The communicator, closed with the group; None on ranks outside the group.
+        ranks: The members' numbers in the world, in order; None means 0 up to the backend's size.
+        own_rank: This rank's number in the world; required on ranks outside.
 
     Attributes:
         rank: This rank's number in the group; -1 outside it.
-        size: Number of ranks of the group.
-        world_size: The same as `size`.
+        size: Number of ranks of the group, also named `world_size`.
         ranks: The members' numbers in the world, in the group's order.
-        members: The same numbers as an array, which is not to be changed.
+        members: [size] `ranks` as an array, not to be changed.
 
     Raises:
-        TypeError: `backend` is none, or `ranks` are no integers.
-        ValueError: `ranks` are not different ones, or not as many as the backend has.
+        TypeError: `backend` is no `Backend`, or `ranks` has something else than integers.
+        ValueError: `ranks` has a number twice, or its length is not the backend's size.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ProcessGroup:
         )
 
     def contains(self, global_rank: int) -> bool:
-        """Say whether the world's rank `global_rank` is a member; local."""
+        """Return True if the world's rank `global_rank` is a member; local."""
         return bool((self.members == global_rank).any())
 
     def __repr__(self) -> str:
@@ -99,7 +98,7 @@ class ProcessGroup:
         """Return the group itself, so that a copied module communicates with the same ranks; local."""
         return self
 
-    # Each method below is the backend's of the same name, which documents it.
+    # Documented at the method of `Backend` with the same name.
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce over all ranks, in place; collective. See `Backend.all_reduce`."""
@@ -156,13 +155,13 @@ class ProcessGroup:
         return self.backend.symmetric_empty(shape, dtype)
 
     def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor that the ranks of each node have in common; collective. See `Backend.node_empty`."""
+        """Allocate one tensor a node, which its ranks share; collective. See `Backend.node_empty`."""
         return self.backend.node_empty(shape, dtype)
 
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], async_op: bool = False
     ) -> Work | None:
-        """Put the parts of all ranks into memory that each node has in common; collective. See `Backend`."""
+        """Gather all ranks' slices into memory that the ranks of a node share; collective. See `Backend`."""
         return self.backend.all_gather_into(output, tensor, sizes, async_op=async_op)
 
     def reduce_scatter_into(
@@ -175,7 +174,7 @@ class ProcessGroup:
         dtype: torch.dtype | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce tensors that lie end to end and put this rank's part into `output`; collective. See `Backend`."""
+        """Reduce tensors, end to end, and write this rank's slice into `output`; collective. See `Backend`."""
         return self.backend.reduce_scatter_into(output, tensors, sizes, op, dtype=dtype, async_op=async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -192,7 +191,7 @@ class ProcessGroup:
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Begin to receive from rank `src`. See `Backend.irecv`."""
-        check_rank(src, "src", self.size)  # a rank that was forgotten, None, is not meant as any rank
+        check_rank(src, "src", self.size)  # the backend would take None, a forgotten rank, as any rank
         return self.backend.irecv(tensor, src, tag)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -204,13 +203,13 @@ class ProcessGroup:
         return all_gather_object(self.backend, obj)
 
     def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
-        """Return a communicator for messages that must not meet the user's; collective the first time.
+        """Return a communicator whose messages never match the user's; collective the first time.
 
         Args:
             ranks: Some ranks of this group, the same on all; None means all.
 
         Returns:
-            The communicator, the same one whenever it is asked for; None on ranks outside.
+            The communicator, closed with the group, the same object in later calls; None on ranks outside.
         """
         chosen = check_ranks(range(self.size) if ranks is None else ranks, self.size)
         key = chosen.tobytes()
@@ -228,7 +227,7 @@ class ProcessGroup:
         return self.rank >= 0 and self.backend.is_open
 
     def close(self) -> None:
-        """Release the group's resources; collective in effect, may be called twice; nothing on ranks outside."""
+        """Release the communicators; collective in effect, may be called twice, does nothing on ranks outside."""
         while self._before_close:
             self._before_close.pop()()
         while self._private:
@@ -281,7 +280,7 @@ class ProcessGroup:
             tensors: Floating-point tensors, the same shapes and dtypes in the same order on all ranks.
 
         Raises:
-            TypeError: `tensors` is one tensor, or holds something else than tensors.
+            TypeError: `tensors` is one tensor, or has an item that is no tensor.
             CollectiveMismatchError: The ranks' lists differ.
         """
         all_reduce_coalesced(self.backend, tensors, ReduceOp.AVERAGE)

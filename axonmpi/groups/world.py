@@ -1,11 +1,11 @@
-"""Groups of ranks and the world they come from.
+"""The world of all ranks of a job, and the default world of a process or thread.
 
     World                    all ranks of the job: this rank's number, its node, the default group
       └─ ProcessGroup        an ordered set of ranks with its own numbering, and every collective as a method
            └─ Backend        moves the data
 
-A process has one default world, the first that `init_process_group` or `World.init` made; a thread can have another
-one for a while (`World.activate`), which is how mock ranks live side by side in one process.
+A process has one default world, the first that `init_process_group` or `World.init` made. A thread can have its own
+for a while (`World.activate`), so that mock ranks live side by side in one process.
 """
 
 from __future__ import annotations
@@ -36,27 +36,21 @@ from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
 
 BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
-_MISSING = {
-    "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
-}
 
 
 class World:
-    """All ranks of the job, as this rank sees them.
-
-    Made by `World.init` or `World.mock`.
+    """All ranks of the job, from the view of one; made by `World.init` or `World.mock`.
 
     Attributes:
-        default_group: The group of all ranks, used where no group is named.
+        default_group: The group of all ranks, which calls without a group use.
         rank: This rank's number in the world.
-        size: Number of ranks in the world.
-        world_size: The same as `size`.
-        is_main: Whether this is rank 0.
+        size: Number of ranks in the world, also named `world_size`.
+        is_main: True on rank 0.
         local_rank: This rank's number on its node.
         local_size: Number of ranks on this node.
         node_rank: This node's number; nodes are ordered by their lowest rank.
         num_nodes: Number of nodes.
-        device: Where this rank computes: its GPU in a world of GPUs, else the CPU.
+        device: This rank's GPU in a world of GPUs, else the CPU.
         peers: The worlds of all mock ranks, in rank order; empty for real ranks.
     """
 
@@ -82,16 +76,16 @@ class World:
         timeout: Seconds | None = None,
         num_threads: int | None = None,
     ) -> World:
-        """Start a world of all ranks of the job, the default one where there is none yet; collective.
+        """Start a world of all ranks of the job, and make it the default if there is none yet; collective.
 
         Args:
-            backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by
-                MPI, and this rank's GPU becomes the current one; `"mock"`: a world of one rank without MPI.
+            backend: `"mpi"`; `"nccl"`, also named `"mpi+nccl"`, sends tensors on GPUs by NCCL and tensors on the
+                CPU by MPI, and makes this rank's GPU the current one; `"mock"` is a world of one rank without MPI.
             init_method: None, `"mpi://"` or `"env://"`: the launcher's variables are checked against MPI's world.
-            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; the job ends if a
-                rank takes longer to come here. None: collectives do not raise, and the job ends as
-                `AXONMPI_TIMEOUT` says.
-            num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
+            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`, and after which the
+                job ends if a rank has not called this. None: collectives do not raise, and `AXONMPI_TIMEOUT` ends
+                the job.
+            num_threads: Threads of torch on this rank; None shares the node's cores among its ranks, unless
                 OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 
         Raises:
@@ -100,7 +94,8 @@ class World:
             ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
         if backend not in BACKENDS:
-            todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
+            mpi = "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun"
+            todo = mpi if backend == "gloo" else ""
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
         timeout = seconds("timeout", timeout)
         runtime.check_arguments(init_method, num_threads)
@@ -119,10 +114,10 @@ class World:
 
     @classmethod
     def mock(cls, world_size: int = 1, *, timeout: Seconds | None = None) -> World:
-        """Make a world of `world_size` mock ranks on one node and return rank 0's view of it; local.
+        """Make a world of `world_size` mock ranks on one node and return rank 0's; local.
 
         Args:
-            world_size: Number of ranks; each is used by a thread of its own, see `peers`.
+            world_size: Number of ranks, each for a thread of its own; `peers` has the worlds of all.
             timeout: Seconds that a rank waits for the others; None means 60.
 
         Raises:
@@ -151,7 +146,7 @@ class World:
             The group. On ranks outside, `contains(own rank)` is False and its operations raise ValueError.
 
         Raises:
-            ValueError: `ranks` is empty, has doubles or numbers that are not in the world.
+            ValueError: `ranks` is empty, or has a number twice or outside the world.
             CollectiveMismatchError: The ranks' lists differ.
         """
         chosen = check_ranks(ranks, self.size)
@@ -161,24 +156,23 @@ class World:
         return group
 
     def partition(self, parts: Iterable[Iterable[int]]) -> ProcessGroup:
-        """Divide the world into groups at the cost of making one of them; collective over the world.
+        """Split the world into disjoint groups by one call; collective over the world.
 
         Args:
             parts: The ranks of each group, in its order; every rank of the world once; the same on all ranks.
 
         Returns:
-            The group that this rank is in.
+            The group with this rank.
 
         Raises:
-            ValueError: A rank is in none of the parts, or more than once, or a part is empty.
+            ValueError: A rank is in no part or in several, or a part is empty.
             CollectiveMismatchError: The ranks' parts differ.
         """
-        group = _part_of(self.default_group, parts)
-        self._keep(group)
-        return group
+        with self.activate():
+            return partition_group(self.default_group, parts)
 
     def subworld(self, size: int) -> World | None:
-        """Make a world of the first `size` ranks; collective; None on the other ranks.
+        """Make a world of the first `size` ranks, return None on the other ranks; collective.
 
         Raises:
             ValueError: `size` is not from 1 to the world's.
@@ -194,18 +188,18 @@ class World:
         return world
 
     def _keep(self, group: ProcessGroup | World) -> None:
-        """Remember a group of this rank until it is closed: else its communicators would never be released."""
+        """Keep a group until it is closed: without a reference its communicators would never be released."""
         self._groups = [*self.groups, group]
         if len(self._groups) == _MANY_GROUPS:
             warnings.warn(
                 f"{_MANY_GROUPS} groups of this world are open, and an MPI library has room for some thousand; "
-                "close() those that are no longer used, or make each group once, before the loop",
+                "close() groups that are no longer used, or make each group once, before the loop",
                 stacklevel=3,
             )
 
     @contextmanager
     def activate(self) -> Iterator[World]:
-        """Make this world the calling thread's default for the duration of a `with` block; local."""
+        """Make this world the calling thread's default within a `with` block; local."""
         before = getattr(_thread, "world", None)
         _thread.world = self
         try:
@@ -214,7 +208,7 @@ class World:
             _thread.world = before
 
     def fail(self, error: BaseException) -> None:
-        """Say that this mock rank has failed, which releases the ranks that wait for it; local.
+        """Fail as a mock rank, which raises an error on the ranks that wait for this one; local.
 
         Raises:
             TypeError: This is not a mock world; a real rank ends the job by raising.
@@ -231,7 +225,7 @@ class World:
 
     @property
     def groups(self) -> tuple[ProcessGroup | World, ...]:
-        """The open groups and worlds that were made of this one and have this rank, oldest first."""
+        """The open groups and worlds that this one has made, with this rank in them, oldest first."""
         return tuple(group for group in self._groups if group.is_open)
 
     def close_groups(self, keep: Collection[ProcessGroup | World] = ()) -> None:
@@ -246,9 +240,9 @@ class World:
         self._groups = list(self.groups)
 
     def close(self) -> None:
-        """Release all groups of this world, the newest first; collective in effect, may be called twice.
+        """Release all groups, the newest first, and be no default any more; collective in effect.
 
-        It is no default world any more: another one can be made.
+        May be called twice.
         """
         self.close_groups()
         self.default_group.close()
@@ -264,7 +258,7 @@ _process_world: World | None = None
 
 
 def set_process_world(world: World | None) -> None:
-    """Make `world` the default of all threads that have none of their own; local."""
+    """Make `world` the default of all threads without one of their own; local."""
     global _process_world
     _process_world = world
 
@@ -293,46 +287,30 @@ def get_world() -> World:
 
 
 def partition_group(group: ProcessGroup, parts: Iterable[Iterable[int]]) -> ProcessGroup:
-    """Divide a group into groups at the cost of making one of them; collective over the group.
+    """Split a group as `World.partition` splits a world; collective over the group.
 
-    They are closed with the current world, if there is one.
-
-    Args:
-        group: What is divided.
-        parts: The numbers in `group` of the ranks of each part; every rank once; the same on all ranks.
-
-    Returns:
-        The group that this rank is in.
-
-    Raises:
-        ValueError: A rank is in none of the parts, or more than once, or a part is empty.
-        CollectiveMismatchError: The ranks' parts differ.
+    The parts have numbers of `group`. The current world, if there is one, closes the new group with itself.
     """
-    made = _part_of(group, parts)
-    world = current_world()
-    if world is not None:
-        world._keep(made)
-    return made
-
-
-def _part_of(group: ProcessGroup, parts: Iterable[Iterable[int]]) -> ProcessGroup:
     chosen = check_parts(parts, group.size)
     backend = group.backend.partition(chosen)
     own = chosen.find(group.rank)
     assert own is not None
-    return ProcessGroup(backend, group.members[chosen.array(own[0])])
+    part = ProcessGroup(backend, group.members[chosen.array(own[0])])
+    if (world := current_world()) is not None:
+        world._keep(part)
+    return part
 
 
 def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:
-    """Return the group, the default one for None; local.
+    """Return a group, the default group for None; local.
 
     Args:
-        given: The group, or None.
-        argument: What the caller calls it.
-        habit: What to do where something else is given, for the message.
+        given: The caller's argument.
+        argument: Its name, for the message.
+        habit: Advice of the message if another argument stands in its place, as in torch's order of arguments.
 
     Raises:
-        TypeError: It is no group.
+        TypeError: `given` is no group.
     """
     if given is None:
         return get_world().default_group
@@ -343,12 +321,12 @@ def chosen_group(given: object, argument: str = "group", habit: str = "") -> Pro
 
 
 def group_of_this_rank(given: object, argument: str = "process_group") -> ProcessGroup:
-    """Return the group as `chosen_group` does; this rank has to be in it; local.
+    """Return a group as `chosen_group` does, if this rank is in it; local.
 
     Raises:
-        TypeError: It is no group.
+        TypeError: `given` is no group.
         ValueError: This rank is outside.
     """
     group = chosen_group(given, argument)
-    _ = group.backend  # which a rank outside does not have
+    _ = group.backend  # raises on ranks outside
     return group

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..collectives.agreement import check_batch_norms
-from ..collectives.divided_parameters import divided_modules, in_common
+from ..across_ranks.model_checks import check_batch_norms
+from ..across_ranks.sharded_parameters import common_ranks, sharded_modules
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import integer, member
 from .runtime.stage import PipelineStage, Synchronized
@@ -129,8 +129,8 @@ def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
         if isinstance(part, Synchronized)
         for attribute in ("process_group", "replicate_group")
     ]
-    for name, other in [*averaged, *divided_modules(module)]:
-        if isinstance(other, ProcessGroup) and (ranks := in_common(group, other)):
+    for name, other in [*averaged, *sharded_modules(module)]:
+        if isinstance(other, ProcessGroup) and (ranks := common_ranks(group, other)):
             raise ValueError(
                 f"process_group: expected ranks with different stages, got ranks {list(group.ranks)}, of which "
                 f"{ranks} share module {name!r} of stage {stage} with each other (its group has ranks "

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..backends import all_gather_object, broadcast_object
-from ..collectives.agreement import check_same, raised_on_all
-from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
+from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
+from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
+from ..backends import all_gather_object
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, group_of_this_rank
-from ..utils.arguments import check_flags, check_functions, either_group_name, integer
+from ..utils.arguments import check_flags, check_functions, integer
 from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
@@ -78,7 +78,6 @@ class Pipeline(nn.Module, ClipsGradients):
         ValueError: The stages do not fit the ranks or the schedule, or the ranks' arguments differ; on all ranks.
     """
 
-    @either_group_name
     def __init__(
         self,
         stages: Sequence[PipelineStage],
@@ -107,7 +106,7 @@ class Pipeline(nn.Module, ClipsGradients):
             modules = own_modules(stages, self._group)
             plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
         what = "the arguments of Pipeline are not the same on all ranks"
-        check_same(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
+        same_on_all_ranks(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
         self._plan = plan
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
         self._runs = {stage: StageRun(module) for stage, module in modules.items()}
@@ -120,7 +119,6 @@ class Pipeline(nn.Module, ClipsGradients):
         self._names: StateNames | None = None
 
     @classmethod
-    @either_group_name
     def from_modules(
         cls,
         modules: Sequence[nn.Module | None],
@@ -256,7 +254,7 @@ class Pipeline(nn.Module, ClipsGradients):
             )
         named = list(self.named_parameters())
         if group is None and copies is None:
-            asked = [*(axis.group for axis in divided_axes(self.parameters())), stages]
+            asked = [*(axis.group for axis in sharding_axes(self.parameters())), stages]
         elsewhere = set[int]().union(*(tied.elsewhere for tied in self._tied))
         counted: list[tuple[Tensor, float]] = [
             (parameter, math.inf if id(parameter) in elsewhere else count)
@@ -306,15 +304,15 @@ class Pipeline(nn.Module, ClipsGradients):
 
         Raises:
             ValueError: `record_times()` was not called on a rank; on all ranks.
+            OSError: Rank 0 cannot write the file; on all ranks.
         """
         with raised_on_all(self._backend):
             if self._times is None:
                 raise ValueError("write_trace: expected that record_times() was called before the steps")
         of_all = all_gather_object(self._backend, self._times)
         self._times = []
-        if self._group.rank == 0:
-            write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)
-        broadcast_object(self._backend, None, 0)  # the file is complete on return
+        name = self._schedule(self.num_microbatches, trains=True).name
+        first_rank_does(self._backend, lambda: write_trace(Path(path), of_all, name))
 
     # ---- internals --------------------------------------------------------------------------------------------
 

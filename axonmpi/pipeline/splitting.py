@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import first_rank_does, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
-from ..utils.arguments import either_group_name, integer
+from ..utils.arguments import integer
 from ..utils.device import device_at
 from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
@@ -42,7 +42,6 @@ class _Piece(NamedTuple):
         return f"{'.'.join(self.path)!r}, a {type(self.module).__name__}"
 
 
-@either_group_name
 def split_module(
     module: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
     num_stages: int,
@@ -205,13 +204,10 @@ def _times(
         group = world.default_group
     if group is None:
         return _measured(pieces, sample, repeats)
-    with raised_on_all(group.backend):
-        times = _measured(pieces, sample, repeats) if group.rank == 0 else []
     own = f"{num_stages} stages of {len(pieces)} pieces"
-    what = "the ranks cut different numbers of stages from different numbers of pieces"
-    check_same(group.backend, [own], what, "Give all of them the same model and num_stages.")
-    agreed: list[int] = group.broadcast_object(times)
-    return agreed
+    problem = "the ranks cut different numbers of stages from different numbers of pieces"
+    same_on_all_ranks(group.backend, [own], problem, "Give all of them the same model and num_stages.")
+    return first_rank_does(group.backend, lambda: _measured(pieces, sample, repeats))
 
 
 def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:

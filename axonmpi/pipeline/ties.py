@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.sharded_parameters import slice_of
 from ..backends import Backend, all_gather_object
-from ..collectives.divided_parameters import elements_of
 from ..groups.process_group import ProcessGroup
 
 Tie = tuple[tuple[int, str], ...]
@@ -130,7 +130,7 @@ def tie_parameters(
 def _copies(names: Sequence[tuple[int, str]], modules: Mapping[int, nn.Module]) -> list[nn.Parameter]:
     """Return this rank's copies of a parameter: a single object, if they are whole."""
     copies = [dict(modules[stage].named_parameters(remove_duplicate=False))[name] for stage, name in names]
-    if any(elements_of(copy) is not None for copy in copies):
+    if any(slice_of(copy) is not None for copy in copies):
         return copies
     for (stage, name), copy in zip(names, copies, strict=True):
         owner, _, own_name = name.rpartition(".")
@@ -141,7 +141,7 @@ def _copies(names: Sequence[tuple[int, str]], modules: Mapping[int, nn.Module]) 
 
 def _check_parts(ties: Sequence[Tie], own: Sequence[Sequence[nn.Parameter]], backend: Backend) -> None:
     """Raise on all ranks if the copies of a parameter are parts of different elements; collective."""
-    of_all = all_gather_object(backend, [{elements_of(copy) for copy in copies} for copies in own])
+    of_all = all_gather_object(backend, [{slice_of(copy) for copy in copies} for copies in own])
     for tie, *parts in zip(ties, *of_all, strict=True):
         if len(set().union(*parts)) > 1:
             names = " and ".join(f"{name!r} of stage {stage}" for stage, name in tie)

@@ -20,10 +20,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same, check_same_model, raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.model_checks import check_same_model
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..utils.arguments import check_flags, either_group_name, integer
+from ..utils.arguments import check_flags, integer
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -35,7 +36,6 @@ Place = tuple[nn.Module, str]
 """A module and a name in it."""
 
 
-@either_group_name
 def tensor_parallelize(
     module: _Module,
     plan: Plan | str | None = None,
@@ -210,7 +210,7 @@ def _check_same_work(model: nn.Module, work: _Work, setting: Setting) -> None:
     if setting.generator is not None:
         arguments["generator (a digest of its state)"] = _digest(setting.generator.get_state())
     check_same_model(model, setting.group, arguments)
-    check_same(
+    same_on_all_ranks(
         setting.group.backend,
         (f"parameter {name!r} with digest {_sample(value)}" for name, value in model.named_parameters()),
         "module: the parameters' values are not the same on all ranks",

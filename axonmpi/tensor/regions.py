@@ -30,12 +30,11 @@ from ..backends import Backend, wrap_dim
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import ReduceOp
-from ..utils.arguments import check_flags, either_group_name
+from ..utils.arguments import check_flags
 from .product import Gathering, apply, gathered, is_differentiated
 from .shards import Shard
 
 
-@either_group_name
 def enter(
     tensor: Tensor, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, sequence_dim: int = 1
 ) -> Tensor:
@@ -69,7 +68,6 @@ def enter(
     return whole
 
 
-@either_group_name
 def leave(
     tensor: Tensor,
     group: ProcessGroup | None = None,
@@ -120,7 +118,6 @@ def sum_parts(
     return apply(_Leave, tensor, bias, group, dim)
 
 
-@either_group_name
 def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return this rank's slice of the sequence; local, and backward is one all-gather.
 
@@ -140,7 +137,6 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
     return cut(tensor, group, Shard.even(dim, tensor.shape[dim], group.size))
 
 
-@either_group_name
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return the whole sequence, for a computation that is the same on all ranks; one all-gather, local backward.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same, raised_on_all
+from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags
 from .shards import Shard, Sharded
@@ -50,7 +50,7 @@ def full_state_dict(
     with raised_on_all(group.backend):
         _check_fit("state", parts, state, whole=False)
     what = "state: expected the same names in the same order on all ranks"
-    check_same(group.backend, parts, what, "Give the state of the same model on every rank.")
+    same_on_all_ranks(group.backend, parts, what, "Give the state of the same model on every rank.")
     wants = not rank0_only or group.rank == 0
     result = {}
     for name, value in state.items():
@@ -108,12 +108,13 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
     module = _unwrapped(module)
     group, shards = _cuts(module)
     own = module.state_dict()
-    is_first = group.rank == 0
-    with raised_on_all(group.backend):
-        if is_first:
-            _check_loadable(own, shards, state_dict, strict=strict)
-    given = state_dict if is_first and state_dict is not None else {}
-    names = group.broadcast_object([name for name in own if name in given] if is_first else None)
+    given = state_dict if group.rank == 0 and state_dict is not None else {}
+
+    def checked_names() -> list[str]:
+        _check_loadable(own, shards, state_dict, strict=strict)
+        return [name for name in own if name in given]
+
+    names = first_rank_does(group.backend, checked_names)
     received = {name: _receive(own[name], shards.get(name), given.get(name), group) for name in names}
     module.load_state_dict(received, strict=False)
 
@@ -194,7 +195,7 @@ def _check_fit(argument: str, shards: Mapping[str, Shard], state: Mapping[str, A
 
 def _check_loadable(own: Mapping[str, Any], shards: Mapping[str, Shard], given: object, *, strict: bool) -> None:
     if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict: expected a mapping of names to values, got {type(given).__name__}")
+        raise ValueError(f"state_dict: expected a mapping of names to values on rank 0, got {type(given).__name__}")
     problems = []
     missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and missing:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ..comm import all_gather_object
 from ..groups.process_group import ProcessGroup
-from ..utils.arguments import either_group_name, hint
+from ..utils.arguments import hint
 from ..utils.text import name_ranks
 from .rank_text import group_by_text
 
 
-@either_group_name
 def parallel_assert(condition: object, message: str = "", group: ProcessGroup | None = None) -> None:
     """Raise on all ranks if the condition is false on any of them; collective.
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..groups.mesh import nearest_shapes
+from ..mesh import nearest_shapes
 from ..pipeline import PipelineSchedule, Schedule, make_schedule
 from .config import Config
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..across_ranks.gradient_norm import clip_grad_norm
 from ..backends import Backend
-from ..collectives.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from ..groups.mesh import DeviceMesh
 from ..groups.process_group import ProcessGroup
+from ..mesh import DeviceMesh
 from ..types import GradSyncStrategy
 from ..utils.device import Device
 from .batches import IGNORED, Batch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import Backend
-from ..groups.mesh import DeviceMesh
+from ..mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
 from ..pipeline.schedule.simulator import measured_costs

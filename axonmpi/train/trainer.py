@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..across_ranks.comparison import same_on_all_ranks
 from ..checkpoint.preemption import PreemptionGuard
-from ..collectives.agreement import check_same
-from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from ..launch.board import phase
 from ..launch.page import Phase
+from ..mesh import DeviceMesh
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
@@ -119,7 +119,7 @@ class Trainer:
 
     def _check_same_on_all_ranks(self) -> None:
         settings = {**self._config.flat(), "text": f"with digest {self.corpus.digest}"}
-        check_same(
+        same_on_all_ranks(
             self._group.backend,
             (f"{name} {value}" for name, value in settings.items() if name not in _MAY_DIFFER),
             "the settings are not the same on all ranks",

@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import operator
-from collections.abc import Callable
 from datetime import timedelta
-from typing import ParamSpec, SupportsFloat, SupportsIndex, TypeVar
+from typing import SupportsFloat, SupportsIndex, TypeVar
 
 Seconds = float | timedelta
 """A time, in seconds where it is a number."""
 
 E = TypeVar("E", bound=enum.Enum)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def either_name(one: str, another: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Accept two names for a parameter in calls, one of which is the function's own; local.
-
-    Raises:
-        TypeError: In a call, both are given.
-    """
-
-    def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = list(inspect.signature(function).parameters)
-        own, other = (one, another) if one in parameters else (another, one)
-        place = parameters.index(own)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if other in kwargs:
-                if own in kwargs or len(args) > place:
-                    raise given_twice(own, other)
-                kwargs[own] = kwargs.pop(other)
-            return function(*args, **kwargs)
-
-        return call
-
-    return wrap
-
-
-def given_twice(own: str, other: str) -> TypeError:
-    """Return the error of an argument that came under both of its names; local."""
-    return TypeError(f"{own}: expected it once, got it also as {other}=, which means the same")
-
-
-def either_group_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Accept both `group` and `process_group` as the name of a function's group; local."""
-    return either_name("group", "process_group")(function)
 
 
 def check_flags(**flags: object) -> None:
@@ -118,7 +79,7 @@ def hint(value: object) -> str:
     """Return what to do about a group or world in place of another argument, empty for other values; local."""
     kind = type(value).__name__  # groups and worlds are classes of a higher layer
     if kind == "ProcessGroup":
-        return "; name the group, as group="
+        return "; name the group, as group= (process_group= in wrappers and layers)"
     if kind == "World":
         return "; its group of all ranks is its default_group"
     return ""

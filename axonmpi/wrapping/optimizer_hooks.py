@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..collectives.divided_parameters import axes_of, elements_of
+from ..across_ranks.sharded_parameters import axes_of, slice_of
 from ..utils.torch_internals import plain_tensors
 from .partial import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
 
@@ -40,7 +40,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             gradient = parameter.grad
             if type(gradient) is Tensor:
-                gradient.__class__ = PartOfGradient if elements_of(parameter) is None else Shard
+                gradient.__class__ = PartOfGradient if slice_of(parameter) is None else Shard
 
 
 def mark_gradient(parameter: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..collectives.divided_parameters import axes_of, is_shown_in_part
+from ..across_ranks.sharded_parameters import axes_of, is_shown_as_slice
 from ..utils.torch_internals import plain_tensors
 from .elementwise import Scope, fits_elements, is_view, name_of, scope_of
 
@@ -237,7 +237,9 @@ def _mark_parts(module: nn.Module, state: dict[str, Any], prefix: str, _local: o
     shards: Mapping[str, object] = getattr(module, "shards", {})
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
-        is_part = parameter is not None and (is_shown_in_part(parameter) or (name in shards and axes_of(parameter)))
+        is_part = parameter is not None and (
+            is_shown_as_slice(parameter) or (name in shards and axes_of(parameter))
+        )
         # With keep_vars=True the value is the parameter itself.
         if is_part and value is not None and type(value) in (Tensor, Shard):
             state[prefix + name] = as_part_of_state(value)

@@ -108,7 +108,7 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
         ValueError,
         (
             lambda: load_full_state_dict(model, state),
-            r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$",
+            r"^state_dict does not fit .*missing: up.weight, up.bias; unexpected: head.weight$",
         ),
     )
     assert_equal(full_state_dict(model), built(Model).state_dict())
@@ -129,7 +129,10 @@ def test_what_is_not_whole_is_not_loaded(world):
         ValueError,
         (lambda: load_full_state_dict(model, wrong), rf"{misfits}expected \[4, 8\], got \[8, 4\]"),
         (lambda: load_full_state_dict(model, no_tensor), rf"{misfits}expected \[4, 8\], got int"),
-        (lambda: load_full_state_dict(model, no_state), "^rank 0: state_dict: expected a mapping .* got NoneType"),
+        (
+            lambda: load_full_state_dict(model, no_state),
+            "^state_dict: expected a mapping .* on rank 0, got NoneType",
+        ),
         (
             lambda: local_state_dict(model, wrong),
             r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight",

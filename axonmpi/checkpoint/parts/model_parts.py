@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...collectives.agreement import raised_on_all
+from ...across_ranks.comparison import raised_on_all
 from ...fsdp import FullyShardedDataParallel
 from ...fsdp.runtime import FSDPRuntime
 from ...groups.process_group import ProcessGroup

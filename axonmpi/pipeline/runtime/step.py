@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ...backends import Backend
-from ...collectives.agreement import check_same, raised_on_all
 from ...utils.device import device_at
 from ..batches import as_scalar
 from ..randomness import RandomStream, microbatch_seed
@@ -82,7 +82,7 @@ def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Head
         sync = "" if own.shares else " within no_sync()"
         step = f"{Mode(own.mode).name.lower()}{sync}, num_microbatches={own.num_microbatches}"
         what = "the ranks of the pipeline make different steps"
-        check_same(backend, [step], what, "Make the same steps on all of them.")
+        same_on_all_ranks(backend, [step], what, "Make the same steps on all of them.")
     samples, targets = (max(sizes) for sizes in zip(*((h.samples, h.targets) for h in headers), strict=True))
     if targets not in (_NONE, samples):
         raise ValueError(

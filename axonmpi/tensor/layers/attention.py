@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
-from ...utils.arguments import check_flags, either_group_name, integer, number
+from ...utils.arguments import check_flags, integer, number
 from ..regions import enter
 from ..shards import Shard
 from .dropout import ShardedDropout
@@ -70,7 +70,6 @@ class ParallelSelfAttention(nn.Module):
         ValueError: The sizes do not fit each other or the ranks, or `dropout` is not from 0 to 1.
     """
 
-    @either_group_name
     def __init__(
         self,
         hidden: int,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
-from ...utils.arguments import check_flags, either_group_name, hint, integer, number
+from ...utils.arguments import check_flags, hint, integer, number
 
 BLOCKS = 192
 """Into how many blocks a dimension is cut at most: a multiple of the usual widths."""
@@ -50,7 +50,6 @@ class ShardedDropout(nn.Module):
         ValueError: `p` is not from 0 to 1, or `blocks` is below 1.
     """
 
-    @either_group_name
     def __init__(
         self,
         p: float = 0.5,

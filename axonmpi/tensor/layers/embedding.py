@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
-from ...utils.arguments import check_flags, either_group_name, integer
+from ...utils.arguments import check_flags, integer
 from ...utils.device import device_at
 from ..regions import check_sequence, leave
 from ..shards import Shard
@@ -50,7 +50,6 @@ class VocabParallelEmbedding(ShardedLayer):
 
     weight: nn.Parameter
 
-    @either_group_name
     def __init__(
         self,
         num_embeddings: int,
@@ -81,7 +80,6 @@ class VocabParallelEmbedding(ShardedLayer):
         self.reset_parameters()
 
     @classmethod
-    @either_group_name
     def from_embedding(
         cls,
         embedding: nn.Embedding,

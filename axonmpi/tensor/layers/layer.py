@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...across_ranks.sharded_parameters import axes_of, mark_sharded
 from ...backends import wrap_dim
-from ...collectives.divided_parameters import axes_of, divide
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.device import device_at
@@ -101,7 +101,7 @@ class ShardedLayer(nn.Module, ABC):
         for name, shard in self.shards.items():
             parameter = self._parameters[name]
             if parameter is not None and not axes_of(parameter) and isinstance(parameter, nn.Parameter):
-                divide(parameter, self.process_group, shard.copies, of_layer=True)
+                mark_sharded(parameter, self.process_group, shard.copies, of_layer=True)
                 watch_optimizers()
                 if parameter.requires_grad and axes_of(parameter):
                     parameter.register_post_accumulate_grad_hook(mark_gradient)

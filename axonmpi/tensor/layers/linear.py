@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
-from ...utils.arguments import check_flags, either_group_name, integer
+from ...utils.arguments import check_flags, integer
 from ..product import entered_product, summed_product
 from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard, check_divides
@@ -54,7 +54,6 @@ class _ParallelLinear(ShardedLayer):
         self.reset_parameters()
 
     @classmethod
-    @either_group_name
     def from_linear(
         cls: type[_Layer], linear: nn.Linear, process_group: ProcessGroup | None = None, **options: Any
     ) -> _Layer:
@@ -142,7 +141,6 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: `out_features` cannot be divided, or `shard` does not fit.
     """
 
-    @either_group_name
     def __init__(
         self,
         in_features: int,
@@ -225,7 +223,6 @@ class RowParallelLinear(_ParallelLinear):
         ValueError: `in_features` cannot be divided, or `shard` does not fit.
     """
 
-    @either_group_name
     def __init__(
         self,
         in_features: int,

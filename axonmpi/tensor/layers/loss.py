@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
-from ...utils.arguments import check_flags, either_group_name, integer, number
+from ...utils.arguments import check_flags, integer, number
 from ...utils.device import device_at
 from ..product import apply
 from ..regions import check_sequence, split_sequence
@@ -31,7 +31,6 @@ _HALF = (torch.float16, torch.bfloat16)
 _TARGET_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@either_group_name
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

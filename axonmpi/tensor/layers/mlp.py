@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
-from ...utils.arguments import check_flags, either_group_name, integer
+from ...utils.arguments import check_flags, integer
 from ..shards import Shard, check_divides
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -68,7 +68,6 @@ class ParallelMLP(nn.Module):
             0 to 1.
     """
 
-    @either_group_name
     def __init__(
         self,
         hidden: int,
@@ -126,7 +125,6 @@ class ParallelGatedMLP(nn.Module):
         ValueError: `intermediate` does not divide by the ranks, or `activation` is unknown.
     """
 
-    @either_group_name
     def __init__(
         self,
         hidden: int,

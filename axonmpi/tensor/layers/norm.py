@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
-from ...utils.arguments import either_group_name
 from ..regions import shared
 from ..shards import Sharded
 
@@ -30,7 +29,6 @@ ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalRespon
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@either_group_name
 def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -> _Module:
     """Let a module compute on slices of a sequence: its parameters' gradients are summed over the ranks; local.
 

@@ -108,6 +108,14 @@ def test_a_schedule_of_ones_own_may_divide_some_backwards_only(world) -> None:
         assert_step_like_one_process(pipeline, built(block, 2), batch)
 
 
+@pytest.mark.ranks(2)
+def test_a_trace_that_rank_0_cannot_write_is_an_error_on_all_ranks(world, tmp_path) -> None:
+    pipeline = Pipeline.from_modules(built(block, 2))
+    pipeline.record_times()
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        pipeline.write_trace(tmp_path / "missing" / "trace.json")
+
+
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -447,7 +447,7 @@ def test_other_mistakes(world) -> None:
         (lambda: ax.RowParallelLinear.from_linear(nn.ReLU()), "linear: expected a torch.nn.Linear, got ReLU"),
         (lambda: ax.ColumnParallelLinear(6, 8, group, group), "expected one group, got two"),
         (lambda: ax.RowParallelLinear(6, 8, group, process_group=group), "expected one group, got two"),
-        (lambda: ax.VocabParallelEmbedding(10, 8, group, group=group), "expected one group, got two"),
+        (lambda: ax.VocabParallelEmbedding(10, 8, group, process_group=group), "expected one group, got two"),
         (lambda: ax.ColumnParallelLinear(6.0, 8, group), r"in_features: expected an integer, got 6\.0"),
         (lambda: ax.ColumnParallelLinear(6, 8, nn.Linear(1, 1)), "bias: expected True or False, got Linear"),
     )

@@ -1,93 +1,46 @@
-"""Whether all ranks have the same, and which of them differ.
+"""Checks that a wrapper makes of a model: that all ranks have the same, and that it can be wrapped at all.
 
-    raised_on_all       a mistake that one rank finds is an error on all ranks, instead of a hang on the others
-    check_same          the same texts on all ranks, or an error that shows the first difference
-    check_same_model    the same parameters, buffers and arguments
-
-All of them are collective, and are called once: when a model is wrapped or divided, or a state is loaded.
+Ranks whose models differ would average gradients of different parameters; ranks whose arguments differ would wait
+for reductions that the others do not make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ..backends import Backend, gather_if_different
 from ..errors import CollectiveMismatchError
 from ..groups.process_group import ProcessGroup
-from ..utils.text import first_difference, text_of_problems
-from .divided_parameters import check_not_divided
-
-
-@contextmanager
-def raised_on_all(backend: Backend) -> Iterator[None]:
-    """Raise on all ranks the TypeError or ValueError that the `with` block raises on any; collective at its end.
-
-    Args:
-        backend: Of the ranks.
-
-    Raises:
-        Exception: Of the lowest failed rank's type; names the ranks unless all have the same message.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        problem = error
-    told = gather_if_different(backend, (type(problem), "" if problem is None else str(problem)))
-    if text := text_of_problems([message for _, message in told]):
-        kind = next(kind for kind, message in told if message)
-        try:
-            raised = kind(text)
-        except TypeError:  # such as a UnicodeEncodeError, which is made of more than a text
-            raised = ValueError(text)
-        raise raised from problem
-
-
-def check_same(
-    backend: Backend, own: Iterable[str], what: str, todo: str, error: type[Exception] = ValueError
-) -> None:
-    """Raise on all ranks unless all have the same texts in the same order; collective.
-
-    Args:
-        backend: Of the ranks.
-        own: This rank's texts.
-        what: What is wrong where they differ.
-        todo: What to do about it.
-        error: What to raise.
-    """
-    if difference := first_difference(gather_if_different(backend, list(own))):
-        raise error(f"{what}; the first difference is\n  {difference}\n{todo}")
+from .comparison import raised_on_all, same_on_all_ranks
+from .sharded_parameters import check_not_sharded
 
 
 def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:
     """Raise on all ranks unless names, shapes and dtypes of parameters and buffers agree; collective.
 
-    Ranks whose models differ would average gradients of different parameters; ranks whose arguments differ would
-    wait for reductions that the others do not make. Parameters that are divided over ranks of the group have the
-    same shapes, and are refused nevertheless.
-
     Args:
         module: This rank's model.
         group: The ranks to compare.
-        arguments: What else has to agree, by name.
+        arguments: Further values that must agree, by name.
 
     Raises:
         ValueError: Names the first argument, parameter or buffer that differs, and the ranks; or a module whose
-            parameters are divided over them; or a `SyncBatchNorm`, an embedding with `max_norm`, or a parameter
+            parameters are sharded over them; or a `SyncBatchNorm`, an embedding with `max_norm`, or a parameter
             without a shape.
     """
     with raised_on_all(group.backend):
-        check_not_divided(module, group)
+        check_not_sharded(module, group)
         check_batch_norms(module)
         if group.size > 1:
             _check_embeddings(module)
-    what, todo = "the model is not the same on all ranks", "Build and wrap the model in the same way on every rank."
-    check_same(group.backend, _description(module, arguments), what, todo)
+    problem, todo = (
+        "the model is not the same on all ranks",
+        "Build and wrap the model in the same way on every rank.",
+    )
+    same_on_all_ranks(group.backend, _description(module, arguments), problem, todo)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
@@ -104,7 +57,7 @@ def check_same_buffers(module: nn.Module, group: ProcessGroup) -> None:
         "Call the same model on every rank, let its buffers change alike, or keep each rank's own with "
         "broadcast_buffers=False."
     )
-    check_same(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
+    same_on_all_ranks(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
 
 
 def check_batch_norms(module: nn.Module) -> None:
@@ -154,5 +107,5 @@ def _layout(tensor: Tensor) -> str:
 
 
 def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
+    """Return the strides of a gradient: the parameter's own, or without its gaps the same order of dims."""
     return torch.empty_like(parameter, device="meta").stride()

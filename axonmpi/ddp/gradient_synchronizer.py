@@ -1,7 +1,6 @@
-"""Gradients packed into buckets and averaged over ranks, without a module around them.
+"""Averages of gradients over ranks for training loops that do not use `DistributedDataParallel`.
 
-For training loops that do not use `DistributedDataParallel`. One large reduction is quicker than many small
-ones, so gradients are copied end to end into flat buckets, and the buckets are reduced:
+One large reduction is quicker than many small ones, so gradients are copied end to end into flat buckets:
 
     add_gradient(2, g2)  ┐                      bucket 0    bucket 1
     add_gradient(0, g0)  ├─ sync_all(group) ─▶ [g0 │ g1]   [g2      ] ─▶ gradients() = [g0, g1, g2]
@@ -17,26 +16,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives.agreement import check_same
+from ..across_ranks.comparison import same_on_all_ranks
+from ..backends import by_kind
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
-from ..utils.arguments import either_group_name, integer, member
+from ..utils.arguments import integer, member
 from ..utils.partition import bucket_by_size
 
 
 class GradientBucket:
     """Tensors of one dtype and device, copied end to end into one flat tensor.
 
-    Local. Memory for the whole capacity is taken when the first tensor is added.
+    Local. The first tensor that is added allocates memory for the full capacity.
 
     Args:
-        capacity: How many elements fit, at least 1.
+        capacity: Largest number of elements, at least 1.
 
     Attributes:
-        capacity: The same.
-        size: How many elements were added.
+        capacity: Largest number of elements.
+        size: Number of elements added.
 
     Raises:
         ValueError: `capacity` is below 1.
@@ -48,8 +48,8 @@ class GradientBucket:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all tensors, and the dtype and device; tensors that were extracted are not touched."""
-        # The next round takes new memory: extracted tensors may still use the old.
+        """Drop all tensors, and the dtype and device; extracted tensors stay valid."""
+        # The next tensor gets new memory: extracted tensors may still use the old.
         self._storage = torch.empty(0)
         self.size = 0
         self._shapes: list[torch.Size] = []
@@ -61,26 +61,26 @@ class GradientBucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether not a single element more fits."""
+        """Whether no further element fits."""
         return self.size == self.capacity
 
     @property
     def data(self) -> Tensor:
-        """The elements added so far, [size]: a view, so what is written into it shows in `extract()`."""
+        """[size] the elements added so far: a view, so writes to it show in `extract()`."""
         return self._storage[: self.size]
 
     def add(self, t: Tensor) -> bool:
-        """Copy a tensor in behind the others, or say that it does not fit.
+        """Copy a tensor in behind the others if it fits.
 
         Args:
-            t: Any shape, 0-d and empty ones too, and any strides; not changed.
+            t: Any shape, 0-d and empty too, and any strides; not changed.
 
         Returns:
-            True if it was added; False, with nothing changed, if it has more elements than are left.
+            True if the tensor was added; False, with nothing changed, if it has too many elements.
 
         Raises:
-            DtypeError: The dtype is another than that of the tensors in the bucket.
-            ValueError: The device is another one, or the tensor is sparse.
+            DtypeError: The dtype differs from that of the tensors in the bucket.
+            ValueError: The device differs, or the tensor is sparse.
             TypeError: `t` is not a tensor.
         """
         _check_dense("t", t)
@@ -99,8 +99,7 @@ class GradientBucket:
             return False
         if self.is_empty:
             self._storage = torch.empty(self.capacity, dtype=t.dtype, device=t.device)
-        place = self._storage[self.size : self.size + t.numel()]
-        place.view(t.shape).copy_(t.detach())
+        self._storage[self.size : self.size + t.numel()].view(t.shape).copy_(t.detach())
         self.size += t.numel()
         self._shapes.append(t.shape)
         return True
@@ -108,23 +107,22 @@ class GradientBucket:
     def extract(self) -> list[Tensor]:
         """Return the tensors in the order and shapes in which they were added.
 
-        They are views of `data`: a reduction of `data` shows in them. They stay valid after `clear()`.
+        They are views of `data`, so a reduction of `data` shows in them, and stay valid after `clear()`.
         """
         parts = self.data.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class GradientSynchronizer:
-    """Average gradients over ranks in buckets, whatever the order in which they become ready.
+    """Averages gradients over ranks in buckets, independent of the order in which they become ready.
 
-    One round is `add_gradient` for each gradient that there is, `sync_all`, `gradients`, `clear`. Gradients are
-    copied when they are added; the tensors given are never changed.
+    One round is `add_gradient` for each gradient, `sync_all`, `gradients`, `clear`. Gradients are copied when they
+    are added; the caller's tensors are never changed.
 
     Args:
-        strategy: SYNCHRONOUS reduces one bucket after the other; OVERLAPPED starts the reduction of each
-            bucket while the next one is packed, and waits for all at the end; NO_SYNC leaves gradients as
-            they are on this rank.
-        bucket_size: Elements in a bucket, at least 1; a larger gradient gets a bucket of its own.
+        strategy: SYNCHRONOUS reduces one bucket after the other; OVERLAPPED reduces each bucket while the next is
+            packed, and waits for all at the end; NO_SYNC leaves this rank's gradients as they are.
+        bucket_size: Elements of a bucket, at least 1; a larger gradient gets a bucket of its own.
 
     Attributes:
         strategy: When gradients are averaged.
@@ -143,7 +141,7 @@ class GradientSynchronizer:
         self.clear()
 
     def prepare(self, num_params: int) -> None:
-        """Say how many gradients a round may have, and begin one; local.
+        """Set the number of gradients that a round may have, and begin a round; local.
 
         Args:
             num_params: Number of gradients, the same on all ranks.
@@ -156,7 +154,7 @@ class GradientSynchronizer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the gradients of this round and begin the next one; local."""
+        """Drop the gradients of this round and begin the next round; local."""
         self._added: dict[int, Tensor] = {}
         self._synced: list[Tensor] | None = None
 
@@ -164,7 +162,7 @@ class GradientSynchronizer:
         """Copy one gradient; local.
 
         Args:
-            index: Which gradient it is, from 0 to `num_params - 1`; each one once a round, in any order.
+            index: The gradient's number, from 0 to `num_params - 1`; each once a round, in any order.
             t: Floating-point or complex, any shape and strides; shape and dtype the same on all ranks.
 
         Raises:
@@ -186,13 +184,11 @@ class GradientSynchronizer:
             raise DtypeError(f"t: expected a floating-point or complex gradient, got {t.dtype}")
         self._added[index] = torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t.detach())
 
-    @either_group_name
     def sync_all(self, group: ProcessGroup | None = None) -> None:
         """Average the gradients added in this round over the ranks of a group; collective, but local with NO_SYNC.
 
-        Not every gradient has to be added, but the same ones on all ranks. The ranks first compare indices, shapes
-        and dtypes, so that a difference is an error on every rank and no gradient has been reduced. After any other
-        error the round is void: call `clear()`.
+        Gradients may be left out if all ranks leave out the same. The ranks first compare indices, shapes and
+        dtypes: a difference is an error on every rank before any reduction. After another error call `clear()`.
 
         Args:
             group: The ranks to average over; None means all.
@@ -204,24 +200,24 @@ class GradientSynchronizer:
         num_params = self._prepared()
         if self._synced is not None:
             raise ValueError("sync_all() twice in a round: call clear() to begin the next one")
-        if group is not None:
-            chosen_group(group)
         if self.strategy is not GradSyncStrategy.NO_SYNC:
-            group = chosen_group(group)
-            check_same(
-                group.backend,
+            chosen = chosen_group(group)
+            same_on_all_ranks(
+                chosen.backend,
                 self._description(num_params),
                 "the ranks of this group added different gradients, so none was reduced",
                 "Add the same indices, shapes and dtypes on every rank.",
                 CollectiveMismatchError,
             )
-            self._average(group)
+            self._average(chosen)
+        elif group is not None:
+            chosen_group(group)  # a wrong argument is refused all the same
         self._synced = [self._added.pop(index) for index in sorted(self._added)]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that were added, after `sync_all`, in the order of their indices; local.
+        """Return the averages that `sync_all` has computed, in the order of their indices; local.
 
-        They belong to the caller: the next round does not change them.
+        They are owned by the caller: the next round does not change them.
 
         Raises:
             ValueError: `sync_all` was not called in this round.
@@ -236,16 +232,16 @@ class GradientSynchronizer:
         return self._num_params
 
     def _description(self, num_params: int) -> list[str]:
-        """Return what the ranks must have in common, a line for each thing that may differ."""
+        """Return a line for each argument and gradient that must agree."""
         lines = [f"num_params is {num_params}", f"bucket_size is {self._bucket_size}"]
         for index in range(num_params):
             t = self._added.get(index)
-            what = "missing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
-            lines.append(f"gradient {index} is {what}")
+            text = "missing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+            lines.append(f"gradient {index} is {text}")
         return lines
 
     def _average(self, group: ProcessGroup) -> None:
-        """Reduce bucket by bucket and put views of the buckets in the gradients' place; collective."""
+        """Reduce bucket by bucket and replace the gradients by views of the buckets; collective."""
         overlapped = self.strategy is GradSyncStrategy.OVERLAPPED
         started: list[Work] = []
         for indices in _layout(self._added, self._bucket_size):
@@ -260,25 +256,23 @@ class GradientSynchronizer:
 
 
 def _layout(gradients: Mapping[int, Tensor], bucket_size: int) -> list[list[int]]:
-    """Return the indices in each bucket: one dtype and device each, in the order of the indices."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index in sorted(gradients):
-        kinds.setdefault((gradients[index].dtype, gradients[index].device), []).append(index)
-    return [
-        [indices[position] for position in bucket]
-        for indices in kinds.values()
-        for bucket in bucket_by_size((gradients[index].numel() for index in indices), bucket_size)
-    ]
+    """Return the indices of each bucket in ascending order, one dtype and device a bucket."""
+    indices = sorted(gradients)
+    buckets: list[list[int]] = []
+    for positions in by_kind([gradients[index] for index in indices]).values():
+        own = [indices[position] for position in positions]
+        parts = bucket_by_size([gradients[index].numel() for index in own], bucket_size)
+        buckets += [[own[position] for position in part] for part in parts]
+    return buckets
 
 
 def _pack(gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients end to end in one flat tensor, and each as a view of it."""
-    if len(gradients) == 1:
+    """Return the gradients end to end in one flat tensor, and a view of it for each."""
+    if len(gradients) == 1:  # needs no copy
         return gradients[0].view(-1), list(gradients)
-    bucket = GradientBucket(max(1, sum(t.numel() for t in gradients)))
-    for t in gradients:
-        bucket.add(t)
-    return bucket.data, bucket.extract()
+    flat = torch.cat([t.view(-1) for t in gradients])
+    parts = flat.split([t.numel() for t in gradients])
+    return flat, [part.view(t.shape) for part, t in zip(parts, gradients, strict=True)]
 
 
 def _check_dense(name: str, t: object) -> None:

@@ -9,7 +9,7 @@
                                         group("dp", "tp") of rank 5: ranks 0 1 4 5
 
 Launchers put ranks with neighbouring numbers on one node, so the axis whose ranks talk most comes last. The groups
-of an axis, one for each place on the other axes, are disjoint and together all ranks: they are made by one call.
+of an axis are disjoint and together have all ranks, so one call makes them.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import LocalBackend, all_gather_number, gather_if_different
-from ..utils.arguments import integer
-from ..utils.text import counted, lines_of_ranks, ranks_by_text, text_of_problems
-from .process_group import ProcessGroup
-from .world import World, get_world
+from .across_ranks.comparison import raised_on_all, same_on_all_ranks
+from .backends import LocalBackend, all_gather_number
+from .groups.process_group import ProcessGroup
+from .groups.world import World, get_world
+from .utils.arguments import integer
+from .utils.text import counted
 
 INFERRED = -1
-"""The size of an axis that gets the ranks which the other axes leave."""
+"""A size that follows from the number of ranks and the other sizes."""
 
 _SHOWN_RANKS = 8
 _SUGGESTIONS = 5
 
 
 class DeviceMesh:
-    """A grid of all ranks of a world: every rank has a place on each axis and is in one group along it.
+    """A grid of all ranks of a world: every rank has a coordinate on each axis and is in one group along it.
 
-    Making it is collective over the world: so many calls as it has axes of more than one rank, one that checks that
-    all ranks make the same mesh, and one that tells each rank's node. Axes of one rank cost nothing.
+    Construction is collective over the world: three small calls compare the ranks' shapes and gather their nodes,
+    and one call makes the groups of each axis with more than one rank.
 
     Args:
         shape: Number of ranks along each axis by its name, slowest first: neighbours along the last axis have
-            neighbouring ranks. One of the sizes may be -1: the ranks that the others leave.
+            neighbouring ranks. One size may be -1, which follows from the number of ranks.
         world: The ranks; None means the current world.
 
     Attributes:
         shape: Number of ranks along each axis.
         axes: Names of the axes.
-        coordinates: This rank's place on each axis.
+        coordinates: This rank's coordinate on each axis.
 
     Raises:
         CommunicatorError: There is no world yet.
@@ -61,13 +62,17 @@ class DeviceMesh:
         if not isinstance(world, World):
             raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
         self._world = world
-        self.shape = _agreed(world, shape)
-        self._nodes = all_gather_number(world.default_group.backend, world.node_rank)
+        backend = world.default_group.backend
+        with raised_on_all(backend):
+            self.shape = _checked_shape(shape, world.size)
+        todo = "Give all ranks the same axes in the same order."
+        same_on_all_ranks(backend, [str(self.shape)], "shape: the mesh is not the same on all ranks", todo)
+        self._nodes = all_gather_number(backend, world.node_rank)
         self.axes = tuple(self.shape)
         self._sizes = tuple(self.shape.values())
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
-        alone = ProcessGroup(LocalBackend(memory=world.default_group.backend.place), [world.rank])
+        alone = ProcessGroup(LocalBackend(memory=backend.place), [world.rank])
         self._groups: dict[tuple[str, ...], ProcessGroup] = {(): alone, self._several: world.default_group}
         for axis in self._several:
             self.group(axis)
@@ -75,16 +80,16 @@ class DeviceMesh:
     # ---- groups ---------------------------------------------------------------------------------------------
 
     def group(self, *axes: str) -> ProcessGroup:
-        """Return the group of the ranks whose places differ from this one's on the given axes alone.
+        """Return the group of the ranks that have this rank's coordinates on all other axes.
 
-        Collective over the world when several axes are joined for the first time, local else. The same axes give
-        the same object. All axes that have more than one rank give the world's default group.
+        Collective over the world when several axes are joined for the first time, else local. The same axes return
+        the same object, and all axes with more than one rank the world's default group.
 
         Args:
-            axes: Names in any order; ranks are numbered in the order of the mesh. None at all: all axes.
+            axes: Names in any order, the group's ranks are in the order of the mesh; no names mean all axes.
 
         Raises:
-            ValueError: There is no such axis, or it is named twice.
+            ValueError: An axis is unknown or named twice.
         """
         key = tuple(axis for axis in self._checked(axes) if axis in self._several)
         if key not in self._groups:
@@ -98,26 +103,26 @@ class DeviceMesh:
                 group.close()
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the world's ranks that `group` of the same axes has; local."""
+        """Return the world's ranks in the `group` of the same axes; local."""
         along = self._checked(axes)
-        own = tuple(slice(None) if axis in along else place for axis, place in self.coordinates.items())
+        own = tuple(slice(None) if axis in along else number for axis, number in self.coordinates.items())
         return tuple(self._grid()[own].flatten().tolist())
 
     def rank(self, *axes: str) -> int:
-        """Return this rank's number in `group` of the same axes, that is its place on a single axis; local."""
+        """Return this rank's number in the `group` of the same axes: its coordinate if it is one axis; local."""
         number = 0
         for axis in self._checked(axes):
             number = number * self.shape[axis] + self.coordinates[axis]
         return number
 
     def size(self, *axes: str) -> int:
-        """Return the number of ranks in `group` of the same axes; local."""
+        """Return the number of ranks in the `group` of the same axes; local."""
         return math.prod(self.shape[axis] for axis in self._checked(axes))
 
-    # ---- places ---------------------------------------------------------------------------------------------
+    # ---- coordinates ----------------------------------------------------------------------------------------
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Return the place of one of the world's ranks on each axis; local.
+        """Return the coordinates of one of the world's ranks; local.
 
         Raises:
             ValueError: It is no rank of the world.
@@ -127,20 +132,19 @@ class DeviceMesh:
         return dict(zip(self.axes, map(int, np.unravel_index(rank, self._sizes)), strict=True))
 
     def rank_at(self, **coordinates: int) -> int:
-        """Return the world's rank at a place; local.
+        """Return the world's rank at some coordinates; local.
 
         Args:
-            coordinates: Places by axis; on axes that are not named, this rank's.
+            coordinates: Numbers by axis; other axes have this rank's.
 
         Raises:
-            ValueError: There is no such axis or place.
+            ValueError: An axis is unknown, or a number out of range.
         """
-        place = dict(self.coordinates)
-        for axis in self._checked(coordinates) if coordinates else ():
-            place[axis] = integer(axis, coordinates[axis])
-            if not 0 <= place[axis] < self.shape[axis]:
-                raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
-        return int(np.ravel_multi_index(tuple(place.values()), self._sizes))
+        self._checked(coordinates)
+        for axis, number in coordinates.items():
+            if not 0 <= integer(axis, number) < self.shape[axis]:
+                raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {number}")
+        return int(np.ravel_multi_index(tuple((self.coordinates | coordinates).values()), self._sizes))
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -148,10 +152,10 @@ class DeviceMesh:
         return f"DeviceMesh({self.shape}, rank={self._world.rank})"
 
     def describe(self, max_rows: int = 16) -> str:
-        """Return a small table of which rank is where, and which axes stay on a node; local.
+        """Return a table of the ranks along the last axis, and the axes whose groups span nodes; local.
 
         Args:
-            max_rows: Rows of the table; rows in the middle are left out.
+            max_rows: Largest number of rows; rows in the middle are left out.
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         nodes = len(np.unique(self._nodes))
@@ -164,18 +168,24 @@ class DeviceMesh:
         return "\n".join(lines)
 
     def _rows(self, most: int) -> list[str]:
-        """Return the header of the table and a line for each place on all axes but the last, if there are few."""
+        """Return the header of the table and a line for each group along the last axis."""
         *leading, last = self._several
+        header = " ".join([*leading, f"ranks along {last}"])
         groups = self._groups_along((last,))
-        left_out, half = max(0, len(groups) - most), (most + 1) // 2
-        middle = [f"... {counted(left_out, 'row')} more"] if left_out else []
+        left_out, half = len(groups) - most, (most + 1) // 2
+        if left_out <= 0:
+            return [header, *map(self._row, groups)]
         first, others = map(self._row, groups[:half]), map(self._row, groups[half + left_out :])
-        return [" ".join([*leading, f"ranks along {last}"]), *first, *middle, *others]
+        return [header, *first, f"... {counted(left_out, 'row')} more", *others]
 
     def _row(self, ranks: NDArray[np.int32]) -> str:
-        place = self.coordinates_of(int(ranks[0]))
-        columns = [f"{place[axis]:>{len(axis)}}" for axis in self._several[:-1]]
-        return " ".join([*columns, _listed(ranks.tolist())])
+        """Return the coordinates of a group on the other axes, and its ranks."""
+        first = self.coordinates_of(int(ranks[0]))
+        columns = [f"{first[axis]:>{len(axis)}}" for axis in self._several[:-1]]
+        shown = [str(rank) for rank in ranks]
+        if len(shown) > _SHOWN_RANKS:
+            shown[_SHOWN_RANKS - 2 : -1] = ["..."]
+        return " ".join(columns + shown)
 
     def _crosses_nodes(self, axis: str) -> bool:
         nodes, number = self._nodes.reshape(self._sizes), self.axes.index(axis)
@@ -184,7 +194,7 @@ class DeviceMesh:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _checked(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Check names of axes and return them in the mesh's order; no names mean all axes."""
+        """Check names of axes and return them in the order of the mesh; no names mean all axes."""
         given = list(axes)
         unknown = [axis for axis in given if not isinstance(axis, str) or axis not in self.shape]
         if unknown:
@@ -195,12 +205,12 @@ class DeviceMesh:
         return tuple(axis for axis in self.axes if axis in given) if given else self.axes
 
     def _grid(self) -> NDArray[np.int32]:
-        """Return the ranks at their places."""
+        """Return [sizes of the axes] the world's ranks."""
         grid: NDArray[np.int32] = np.arange(self._world.size, dtype=np.int32).reshape(self._sizes)
         return grid
 
     def _groups_along(self, axes: tuple[str, ...]) -> NDArray[np.int32]:
-        """Return [groups, ranks] the ranks of each group along some axes, which are in the mesh's order."""
+        """Return [groups, ranks] the ranks of each group along some axes, given in the order of the mesh."""
         along = [self.axes.index(axis) for axis in axes]
         others = [number for number in range(len(self.axes)) if number not in along]
         groups: NDArray[np.int32] = self._grid().transpose(*others, *along).reshape(-1, self.size(*axes))
@@ -210,12 +220,12 @@ class DeviceMesh:
 def nearest_shapes(
     asked: Mapping[str, int], num_ranks: int, count: int | None = _SUGGESTIONS
 ) -> list[dict[str, int]]:
-    """Return the possible shapes of `num_ranks` ranks, the shapes nearest to what was asked first; local.
+    """Return the possible shapes of `num_ranks` ranks, the nearest to a wanted shape first; local.
 
     Args:
-        asked: Number of ranks along each axis; -1 means any number.
-        num_ranks: Ranks to place.
-        count: How many shapes; None returns all.
+        asked: Wanted number of ranks along each axis; -1 means any number.
+        num_ranks: Product of the sizes.
+        count: Largest number of shapes; None returns all.
     """
 
     def distance(shape: dict[str, int]) -> float:
@@ -228,67 +238,36 @@ def nearest_shapes(
 
 
 def _checked_shape(shape: object, num_ranks: int) -> dict[str, int]:
-    """Check what was asked for and return it, with the size that is to be inferred."""
+    """Check a shape and return it with the inferred size in place of -1."""
     if not isinstance(shape, Mapping):
         raise TypeError(f'shape: expected a mapping such as {{"dp": 2, "tp": 4}}, got {shape!r}')
     if not shape:
         raise ValueError('shape: expected at least one axis, such as {"dp": -1}, got none')
+    sizes: dict[str, int] = {}
     for axis, size in shape.items():
-        _check_axis(axis, size)
-    inferred = [axis for axis, size in shape.items() if size == INFERRED]
-    if len(inferred) > 1:
+        if not isinstance(axis, str) or not axis:
+            raise TypeError(f"shape: expected names of axes, got {axis!r}")
+        sizes[axis] = integer(axis, size)
+        if sizes[axis] < 1 and sizes[axis] != INFERRED:
+            raise ValueError(f"{axis}: expected a number of ranks from 1, or -1 for the ranks left, got {size}")
+    fixed = {axis: size for axis, size in sizes.items() if size != INFERRED}
+    if len(sizes) > len(fixed) + 1:
+        inferred = [axis for axis in sizes if axis not in fixed]
         raise ValueError(f"shape: expected at most one size of -1, got {len(inferred)}: {', '.join(inferred)}")
-    product = math.prod(size for size in shape.values() if size != INFERRED)
-    if num_ranks % product or (product != num_ranks and not inferred):
-        raise ValueError(_product_message(shape, product, num_ranks))
-    return {axis: num_ranks // product if size == INFERRED else size for axis, size in shape.items()}
+    product = math.prod(fixed.values())
+    if num_ranks % product or (product != num_ranks and fixed == sizes):
+        raise ValueError(_product_message(sizes, fixed, num_ranks))
+    return {axis: fixed.get(axis, num_ranks // product) for axis in sizes}
 
 
-def _check_axis(axis: object, size: object) -> None:
-    if not isinstance(axis, str) or not axis:
-        raise TypeError(f"shape: expected names of axes, got {axis!r}")
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{axis}: expected a number of ranks as an int, got {size!r}")
-    if size < 1 and size != INFERRED:
-        raise ValueError(f"{axis}: expected a number of ranks from 1, or -1 for those that are left, got {size}")
-
-
-def _product_message(shape: Mapping[str, int], product: int, num_ranks: int) -> str:
-    asked = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size != INFERRED)
-    near = " or ".join(map(str, nearest_shapes(shape, num_ranks)))
-    if INFERRED in shape.values():
+def _product_message(sizes: Mapping[str, int], fixed: Mapping[str, int], num_ranks: int) -> str:
+    product = math.prod(fixed.values())
+    wanted, other = f"is {num_ranks}, the number", f"{product} ranks"
+    if fixed != sizes:
         wanted, other = f"divides {num_ranks}, the number", f"a number of ranks that {product} divides"
-    else:
-        wanted, other = f"is {num_ranks}, the number", f"{product} ranks"
+    asked = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
+    near = " or ".join(map(str, nearest_shapes(sizes, num_ranks)))
     return (
         f"shape: expected sizes whose product {wanted} of ranks in the world, got {asked} = {product}; "
         f"take {near}, or start {other}"
     )
-
-
-def _agreed(world: World, shape: object) -> dict[str, int]:
-    """Return the checked shape; collective. What is wrong on one rank raises on all."""
-    problem: Exception | None = None
-    checked: dict[str, int] = {}
-    try:
-        checked = _checked_shape(shape, world.size)
-    except (TypeError, ValueError) as error:
-        problem = error
-    own = "" if problem is None else str(problem)
-    told = gather_if_different(world.default_group.backend, (own, str(checked)))
-    problems, shapes = zip(*told, strict=True)
-    if problem is not None:
-        raise problem
-    if text := text_of_problems(problems):
-        raise ValueError(text)
-    ranks_of = ranks_by_text(dict(enumerate(shapes)))
-    if len(ranks_of) > 1:
-        raise ValueError(f"shape: expected the same on all ranks, got\n  {lines_of_ranks(ranks_of.items())}")
-    return checked
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = [str(rank) for rank in ranks]
-    if len(shown) > _SHOWN_RANKS:
-        shown[_SHOWN_RANKS - 2 : -1] = ["..."]
-    return " ".join(shown)

@@ -1,1 +1,0 @@
-"""What is made of several collectives: norms of gradients, comparisons of all ranks."""
