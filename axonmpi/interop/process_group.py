@@ -39,8 +39,8 @@ from ..launch import exit as exits
 from ..observe import still_under_way
 from ..types import CompletedWork, Work
 from ..utils.torch_internals import skip_in_compile
-from . import moves
-from .connecting import backend_of_some
+from . import torch_collectives as collectives
+from .connect import backend_of_some
 from .reductions import reduction_of
 from .work import TorchWork, complete_with
 
@@ -145,21 +145,21 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensor = _plain(tensor)
         # Not by a partial: of a small one that is a noticeable part.
         return self._run(
-            "all_reduce", opts, tensors, moves.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
+            "all_reduce", opts, tensors, collectives.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
         )
 
     @skip_in_compile
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce several tensors over all ranks, in place, as few large ones; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = moves.all_reduce_coalesced(self._backend, _plain_list(tensors), op, factor)
+        move = collectives.all_reduce_coalesced(self._backend, _plain_list(tensors), op, factor)
         return self._run("all_reduce_coalesced", opts, tensors, move)
 
     @skip_in_compile
     def reduce(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Reduce one tensor over all ranks, in place on the root; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = moves.reduce(self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
+        move = collectives.reduce(self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
         return self._run("reduce", opts, tensors, move)
 
     @skip_in_compile
@@ -169,7 +169,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce one tensor for each rank, and keep the own one; collective."""
         op, factor = reduction_of(opts.reduceOp)
         inputs = _plain_list(input_tensors[0])
-        move = moves.reduce_scatter(self._backend, _plain(output_tensors[0]), inputs, op, factor)
+        move = collectives.reduce_scatter(self._backend, _plain(output_tensors[0]), inputs, op, factor)
         return self._run("reduce_scatter", opts, output_tensors, move)
 
     @skip_in_compile
@@ -184,7 +184,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce several tensors, and keep the own part of each; collective."""
         op, factor = reduction_of(opts.reduceOp)
         pairs = zip(_plain_list(output_tensors), _plain_list(input_tensors), strict=True)
-        found = [moves.reduce_scatter_single(self._backend, *pair, op, factor) for pair in pairs]
+        found = [collectives.reduce_scatter_single(self._backend, *pair, op, factor) for pair in pairs]
         return self._run("reduce_scatter_single", opts, output_tensors, _in_turn, found)
 
     # ---- copies -------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Copy each rank's tensor into one of a list; collective."""
         outputs = _plain_list(output_tensors[0])
-        move = moves.all_gather(self._backend, outputs, _plain(input_tensors[0]))
+        move = collectives.all_gather(self._backend, outputs, _plain(input_tensors[0]))
         return self._run("all_gather", opts, output_tensors[0], move)
 
     @skip_in_compile
@@ -210,7 +210,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Copy several tensors of each rank into a list of that rank; collective."""
         outputs = list(map(_plain_list, output_lists))
-        found = moves.all_gather_coalesced(self._backend, outputs, _plain_list(input_list))
+        found = collectives.all_gather_coalesced(self._backend, outputs, _plain_list(input_list))
         return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), _in_turn, found)
 
     @skip_in_compile
@@ -224,27 +224,27 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Do that with several tensors of each rank; collective."""
         pairs = zip(_plain_list(output_lists), _plain_list(input_list), strict=True)
-        found = [moves.all_gather_single(self._backend, *pair) for pair in pairs]
+        found = [collectives.all_gather_single(self._backend, *pair) for pair in pairs]
         return self._run("all_gather_single", opts, output_lists, _in_turn, found)
 
     @skip_in_compile
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> TorchWork:
         """Copy each rank's tensor into one of the root's list; collective."""
         outputs = _plain_list(output_tensors[0]) if output_tensors else []
-        move = moves.gather(self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
+        move = collectives.gather(self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
         return self._run("gather", opts, outputs, move)
 
     @skip_in_compile
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> TorchWork:
         """Copy one of the root's list of tensors to each rank; collective."""
         inputs = _plain_list(input_tensors[0]) if input_tensors else []
-        move = moves.scatter(self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
+        move = collectives.scatter(self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
         return self._run("scatter", opts, output_tensors, move)
 
     @skip_in_compile
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _ALL) -> TorchWork:
         """Send one tensor to each rank, and receive one from each; collective."""
-        move = moves.all_to_all(self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
+        move = collectives.all_to_all(self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
         return self._run("all_to_all", opts, output_tensors, move)
 
     @skip_in_compile
@@ -254,7 +254,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:  # fmt: skip
         """Send each rank a part of a tensor, and receive one from each; collective."""
         sizes = list(output_split_sizes), list(input_split_sizes)
-        move = moves.all_to_all_single(self._backend, _plain(output), _plain(input), *sizes)
+        move = collectives.all_to_all_single(self._backend, _plain(output), _plain(input), *sizes)
         return self._run("all_to_all_single", opts, [output], move)
 
     @skip_in_compile

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .connecting import backend_of_all, backend_of_some
+from .connect import backend_of_all, backend_of_some
 from .process_group import TorchProcessGroup
 
 

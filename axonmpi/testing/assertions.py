@@ -6,7 +6,7 @@ from ..comm import all_gather_object
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import either_group_name, hint
 from ..utils.text import name_ranks
-from .rank_text import group_by_text
+from .merged_texts import group_by_text
 
 
 @either_group_name

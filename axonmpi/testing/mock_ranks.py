@@ -25,7 +25,7 @@ from ..groups.world import World
 from ..types import Seconds
 from ..utils.arguments import seconds
 from ..utils.text import name_ranks
-from .rank_text import merge_texts
+from .merged_texts import merge_texts
 from .stacks import stack_of
 
 _NO_LIMIT = threading.TIMEOUT_MAX / 4

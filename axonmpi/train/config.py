@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
+from .setting_types import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
 _HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
 # with 1 nothing is ever learned

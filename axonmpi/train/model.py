@@ -250,7 +250,7 @@ def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
     return x
 
 
-def cut(model: GPT, num_stages: int) -> list[GPTStage]:
+def split_stages(model: GPT, num_stages: int) -> list[GPTStage]:
     """Cut a model into stages of whole blocks, so that the largest stage computes as little as possible.
 
     Args:

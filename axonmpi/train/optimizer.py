@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .config import OptimizerConfig
-from .parallel import ParallelModel
+from .parallel_model import ParallelModel
 
 
 def make_optimizer(

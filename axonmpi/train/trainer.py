@@ -33,16 +33,16 @@ from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generato
 from .checkpoints import RunCheckpoints
 from .config import Config
 from .corpus import Corpus, load_corpus
-from .divided import divide
-from .layout import Layout, check_nodes, plan_schedule
 from .model import GPT, generate
 from .optimizer import learning_rate, make_optimizer
-from .parallel import ParallelModel, WholeModel
-from .pipelined import PipelinedModel
+from .parallel_model import FullModel, ParallelModel
+from .pipelined_model import PipelinedModel
+from .rank_grid import RankGrid, check_nodes, plan_schedule
+from .report.memory_table import RankMemory, layout_table
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from .report.progress import make_progress
 from .report.recorder import Recorder, Summary, open_recorder, printable
-from .report.table import Share, layout_table
+from .tensor_parallel import divide
 
 _HELD_OUT_BATCH = 16
 _MAY_DIFFER = ("data", "progress")  # between ranks; the text itself is compared
@@ -88,7 +88,7 @@ class Trainer:
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
         self._device = _chosen_device(run.device, world)
-        layout = self._layout = Layout.of(config, world.size, world.rank)
+        layout = self._layout = RankGrid.of(config, world.size, world.rank)
         unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
         self._plan = BatchPlan(
             run.global_batch, length, run.accumulation, layout.replica, layout.dp, run.seed, unit
@@ -106,12 +106,12 @@ class Trainer:
         self._pipelined: PipelinedModel | None = None
         self._parallel: ParallelModel
         if schedule is None:
-            self._parallel = WholeModel(whole, config, mesh, self._device)
+            self._parallel = FullModel(whole, config, mesh, self._device)
         else:
             self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh, self._device)
             self.model = nn.ModuleList(self._pipelined.stages)
         self.optimizer = make_optimizer(self._parallel, matrices, config.optimizer)
-        share = Share.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
+        share = RankMemory.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
         self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
         self.steps: list[StepMetrics] = []

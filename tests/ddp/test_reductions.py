@@ -27,7 +27,7 @@ from helpers.models import (
     strided_weight,
     wrapped,
 )
-from helpers.observers import Log, logged
+from helpers.operation_log import Log, logged
 from helpers.placements import REAL
 from helpers.steps import loss_of
 from torch import Tensor, nn

@@ -8,14 +8,14 @@ import struct
 import pytest
 import torch
 from helpers import compare
-from helpers.observers import logged
+from helpers.operation_log import logged
 from helpers.plain_training import metrics_in
 
 import axonmpi as ax
 from axonmpi.pipeline.schedule.trace import read_trace
 from axonmpi.testing import run_ranks
 from axonmpi.train import Config, Trainer
-from axonmpi.train.layout import Layout, plan_schedule
+from axonmpi.train.rank_grid import RankGrid, plan_schedule
 
 
 def alone(config, folder):
@@ -110,7 +110,7 @@ def test_the_last_step_is_traced_and_drawn(tiny, tmp_path, wanted, tp):
     settings = {"layers": 4, "steps": 2, "schedule": "zero-bubble", "accumulation": 2, "trace": str(trace)}
     config = tiny.replace(**settings, pp=2, tp=tp, plot=wanted, out=str(tmp_path))
     run_ranks(4, lambda world: Trainer(config, world).run())
-    schedule = plan_schedule(config, Layout.of(config, 4, 0))
+    schedule = plan_schedule(config, RankGrid.of(config, 4, 0))
     assert schedule.num_microbatches == 2 * tp
     expected = [[action for action in own if action.kind.is_compute] for own in schedule.actions]
     spans = [[span.action for span in spans] for spans in read_trace(trace).spans]
@@ -196,5 +196,5 @@ def test_what_does_not_fit_is_refused_on_every_rank(world, tiny, tmp_path, share
 )
 def test_numbers_that_are_left_out(settings, expected):
     config = Config().replace(global_batch=24, **settings)
-    schedule = plan_schedule(config, Layout.of(config, 4, 0))
+    schedule = plan_schedule(config, RankGrid.of(config, 4, 0))
     assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == expected

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ...launch.variables import launched_ranks
-from .marked import (
+from .markers import (
     RANK_COUNT,
     parametrize_by_ranks,
     positive_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...utils.text import first_difference
-from .meeting import SessionStoppedError
+from .verdict_channel import SessionStoppedError
 
 _USAGE_ERROR = 4
 

@@ -17,9 +17,9 @@ import pytest
 
 from ...errors import CommunicatorError
 from ...groups.world import World, current_world, get_world
+from ..merged_texts import merge_texts
 from ..mock_ranks import RankRun, start_ranks
-from ..rank_text import merge_texts
-from .marked import marked_rank_count, timeout_of, uses_ranks
+from .markers import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
 from .rank_fixtures import FixturesOfRank, Plan, plan_for
 

@@ -33,7 +33,7 @@ from ...observe import Condition, pages_of, stacks_of
 from ...utils import waiting
 from ...utils.pipes import wait_until_read
 from ...utils.waiting import Backoff, wait_until
-from ..rank_text import merge_texts
+from ..merged_texts import merge_texts
 from ..stacks import stack_of
 
 _POLL_SECONDS = 0.1

@@ -20,7 +20,7 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 from ...utils.text import name_ranks
-from ..rank_text import group_by_text
+from ..merged_texts import group_by_text
 
 FAILED, XFAILED, XPASSED_STRICT, XPASSED = "failed", "xfailed", "xpassed strictly", "xpassed"
 PASSED, SKIPPED = "passed", "skipped"

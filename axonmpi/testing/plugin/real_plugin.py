@@ -20,12 +20,12 @@ from ...groups.process_group import ProcessGroup
 from ...groups.world import World, current_world, set_process_world
 from ...launch.variables import launched_ranks
 from ...observe import write_to
-from ..rank_text import merge_texts
+from ..merged_texts import merge_texts
 from .collection import merge_collected
-from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
-from .meeting import SessionEnd, SessionStoppedError
+from .markers import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .real_session import END_OF_SESSION, RealSession
+from .verdict_channel import SessionEnd, SessionStoppedError
 
 _ABOUT_OLD_FOLDERS = (
     r"ignore:\(rm_rf\) error removing:pytest.PytestWarning",

@@ -21,9 +21,9 @@ from ...backends import MpiBackend
 from ...errors import CommunicatorError, LaunchError
 from ...groups.world import World
 from ...launch.exit import end_job, end_together
-from .marked import positive_seconds
-from .meeting import Meeting, SessionStoppedError
+from .markers import positive_seconds
 from .monitor import Monitor
+from .verdict_channel import SessionStoppedError, VerdictChannel
 
 END_OF_SESSION = "the end of the session"
 
@@ -51,7 +51,7 @@ class RealSession:
         self.world = _start()
         backend = self.world.default_group.backend
         assert isinstance(backend, MpiBackend)
-        self._meeting = Meeting(backend.mpi_comm.Dup())
+        self._channel = VerdictChannel(backend.mpi_comm.Dup())
         self._monitor = Monitor(self.world.rank, stream, self._captured, self._earlier_failures)
         self.limit = self._monitor.limit
 
@@ -66,7 +66,7 @@ class RealSession:
         self._worlds.clear()
 
     def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any], failure: str = "") -> Any:
-        """Agree with all ranks, see `Meeting.agree`; a rank that has failed waits for the others a short time only.
+        """Agree with all ranks, see `VerdictChannel.agree`; a rank that has failed waits for the others a short time only.
 
         Args:
             topic: What this is about.
@@ -80,7 +80,7 @@ class RealSession:
         )
         with self.limit(self._grace if failure else math.inf, reason, failure):
             try:
-                return self._meeting.agree(topic, own, merge)
+                return self._channel.agree(topic, own, merge)
             except SessionStoppedError:
                 self.stopped = True
                 raise
@@ -100,11 +100,11 @@ class RealSession:
                 end_job(1)
             self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
-                self._meeting.agree("end of MPI", None, lambda given: None)
+                self._channel.agree("end of MPI", None, lambda given: None)
                 end_together()
         self._monitor.stop()
         if not self.stopped:
-            self._meeting.comm.Free()
+            self._channel.comm.Free()
         os.close(self._stream)
 
     def _flush(self) -> None:

@@ -29,9 +29,9 @@ from ..utils.device import Device
 from ..utils.text import counted
 from .batches import IGNORED, Batch
 from .config import Config
-from .divided import joined_logits, summed_loss
-from .model import GPT, VOCABULARY_SIZE, GPTStage, cut
-from .parallel import ParallelModel, wrap
+from .model import GPT, VOCABULARY_SIZE, GPTStage, split_stages
+from .parallel_model import ParallelModel, wrap
+from .tensor_parallel import joined_logits, summed_loss
 
 _TIED = ("embedding", "head")
 
@@ -51,7 +51,7 @@ class PipelinedModel(ParallelModel):
         self._parts = config.run.accumulation
         self._schedule = schedule
         group = mesh.group("pp")
-        stages = cut(model, schedule.num_stages)
+        stages = split_stages(model, schedule.num_stages)
         sharded = config.run.fsdp != "none"
         ties = _ties(config, len(stages))
         if ties and sharded:  # sharding a stage frees the memory of its parameters

@@ -28,7 +28,7 @@ _SUGGESTIONS = 6
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankGrid:
     """A rank's place among all ranks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Layout:
     rank: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int, rank: int) -> Layout:
+    def of(cls, config: Config, ranks: int, rank: int) -> RankGrid:
         """Lay out `ranks` ranks as the settings say; local.
 
         Raises:
@@ -77,7 +77,7 @@ class Layout:
         return [first + part for first in firsts for part in range(self.tp)]
 
 
-def plan_schedule(config: Config, layout: Layout) -> Schedule:
+def plan_schedule(config: Config, layout: RankGrid) -> Schedule:
     """Return the schedule of a step for the ranks of a pipeline; local.
 
     Raises:
@@ -96,7 +96,7 @@ def plan_schedule(config: Config, layout: Layout) -> Schedule:
     return make_schedule(PipelineSchedule(wanted.schedule), layout.pp, count, chunks)
 
 
-def check_nodes(layout: Layout, nodes: Sequence[int]) -> None:
+def check_nodes(layout: RankGrid, nodes: Sequence[int]) -> None:
     """Raise unless each group along dp has equally many ranks on each of its nodes, for hybrid sharding; local.
 
     Args:

@@ -1,11 +1,11 @@
 """The model on several ranks: replicas, sharded or not, of the whole model or of its stages.
 
-    trainer ──► ParallelModel ─┬─ WholeModel        a rank has all layers
-                               └─ PipelinedModel    a rank has stages, see `pipelined.py`
+    trainer ──► ParallelModel ─┬─ FullModel        a rank has all layers
+                               └─ PipelinedModel    a rank has stages, see `pipelined_model.py`
                 each module in ┬─ Replica           gradients are averaged over the dp axis
                                └─ FSDP              parameters are sharded along it, too
 
-With tp a rank's modules are its part of each layer, see `divided.py`. The trainer uses only the methods of
+With tp a rank's modules are its part of each layer, see `tensor_parallel.py`. The trainer uses only the methods of
 `ParallelModel`, so another wrapper needs a case here and no change elsewhere.
 """
 
@@ -31,15 +31,15 @@ from ..types import GradSyncStrategy
 from ..utils.device import Device
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
-from .divided import joined_logits, replicated_copies, summed_loss
 from .model import GPT, Block, GPTStage, Predictor
+from .tensor_parallel import joined_logits, replicated_copies, summed_loss
 
 _ADAM_STATES = 2
 _FLOAT = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelMemory:
     """A rank's part of the model.
 
     Attributes:
@@ -179,16 +179,16 @@ class ParallelModel(ABC):
         """Return how many ranks of the norm's group have the gradient of a parameter."""
         return self._copies[id(parameter)]
 
-    def held(self) -> Held:
+    def held(self) -> ModelMemory:
         """Return the size of this rank's part; local."""
         parameters = [parameter for _, parameter in self.named_parameters()]
         numel = sum(parameter.numel() for parameter in parameters)
         sharded = [one.memory_estimate() for one in self._wrapped if isinstance(one, FullyShardedDataParallel)]
         if not sharded:
             nbytes = sum(parameter.nbytes for parameter in parameters)
-            return Held(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
+            return ModelMemory(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
         whole = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
-        return Held(
+        return ModelMemory(
             numel,
             sum(stats.param_memory_bytes for stats in sharded),
             sum(stats.grad_memory_bytes for stats in sharded) + whole,
@@ -251,7 +251,7 @@ class ParallelModel(ABC):
         """Return the logits at one position of `tokens`, [1, T]; collective over the ranks of the first replica."""
 
 
-class WholeModel(ParallelModel):
+class FullModel(ParallelModel):
     """Every rank has all layers, or its part of each, for a part of the batch.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...utils.waiting import Backoff, wait_until
-from ..rank_text import merge_texts
+from ..merged_texts import merge_texts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,7 +51,7 @@ class SessionEnd:
     warnings: tuple[str, ...] = ()
 
 
-class Meeting:
+class VerdictChannel:
     """Agreement between all ranks of a communicator.
 
     Args:

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from ...pipeline import Schedule, simulate
 from ...utils.text import aligned, counted, in_ranges
 from ..config import Config
-from ..layout import Layout
 from ..model import VOCABULARY_SIZE, GPTStage
-from ..parallel import Held
+from ..parallel_model import ModelMemory
+from ..rank_grid import RankGrid
 
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
@@ -42,7 +42,7 @@ _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "
 
 
 @dataclass(frozen=True)
-class Share:
+class RankMemory:
     """The part of one rank.
 
     Attributes:
@@ -54,18 +54,18 @@ class Share:
 
     position: int
     content: str
-    held: Held
+    held: ModelMemory
     activations: int
 
     @classmethod
     def of(
         cls,
         config: Config,
-        layout: Layout,
+        layout: RankGrid,
         schedule: Schedule | None,
         stages: Sequence[GPTStage] | None,
-        held: Held,
-    ) -> Share:
+        held: ModelMemory,
+    ) -> RankMemory:
         """Describe the part of this rank; local.
 
         Args:
@@ -80,7 +80,7 @@ class Share:
         return cls(layout.position, _content(layout, stages), held, activations)
 
 
-def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shares: Sequence[Share]) -> str:
+def layout_table(config: Config, layout: RankGrid, schedule: Schedule | None, shares: Sequence[RankMemory]) -> str:
     """Describe the mesh, the part of each rank, and the memory that it is expected to need; local.
 
     Args:
@@ -101,7 +101,7 @@ def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shar
     return "\n".join([_mesh(config, layout), *aligned([("pp", "ranks", *_HEADER), *rows], left=(1, 2)), note])
 
 
-def _mesh(config: Config, layout: Layout) -> str:
+def _mesh(config: Config, layout: RankGrid) -> str:
     shape = " x ".join(f"{axis} {size}" for axis, size in layout.shape.items())
     ranks = counted(layout.dp * layout.pp * layout.tp, "rank")
     notes = [f"mesh: {shape} = {ranks}{_order(layout)}"]
@@ -114,7 +114,7 @@ def _mesh(config: Config, layout: Layout) -> str:
     return "; ".join(notes)
 
 
-def _order(layout: Layout) -> str:
+def _order(layout: RankGrid) -> str:
     """Return the numbering of the ranks, if there are several axes."""
     first, *others = [axis for axis, size in layout.shape.items() if size > 1] or ["dp"]
     number = first
@@ -124,18 +124,18 @@ def _order(layout: Layout) -> str:
     return f", rank = {number}" if others else ""
 
 
-def _content(layout: Layout, stages: Sequence[GPTStage] | None) -> str:
+def _content(layout: RankGrid, stages: Sequence[GPTStage] | None) -> str:
     part = "" if layout.tp == 1 else f"1/{layout.tp} of "
     return part + ("all layers" if stages is None else "; ".join(stage.content for stage in stages))
 
 
-def _unit(shares: Sequence[Share]) -> tuple[str, int]:
+def _unit(shares: Sequence[RankMemory]) -> tuple[str, int]:
     """Return a unit of memory in which the largest number is at least 1, and its bytes."""
     largest = max(share.held.together + share.activations for share in shares)
     return next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
 
 
-def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> list[str]:
+def _row(layout: RankGrid, position: int, shares: Sequence[RankMemory], unit: int) -> list[str]:
     """Return the row of a position along pp; the shards of its ranks may differ a little, the largest counts."""
     there = [share for share in shares if share.position == position]
     held = max((share.held for share in there), key=lambda held: held.together)
@@ -145,7 +145,7 @@ def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> l
     return [str(position), ranks, there[0].content, f"{held.parameters:,}", *memory]
 
 
-def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int:
+def _sequences(config: Config, layout: RankGrid, schedule: Schedule | None) -> int:
     """Return the number of sequences that a rank processes at once."""
     count = config.run.global_batch // layout.dp // config.run.accumulation
     return count if schedule is None else -(-count // schedule.num_microbatches)
