@@ -1,6 +1,6 @@
-"""Fixtures on mock ranks: what needs a rank is set up on each one, in its thread.
+"""Fixtures on mock ranks: those that need a rank are set up on each rank, in its thread.
 
-pytest sets fixtures up before there are ranks. There, `world` is a plan, and a fixture that asks for a plan, or
+pytest sets fixtures up before there are ranks. At that time `world` is a plan, and a fixture that uses a plan, or
 fails because there is no default world, becomes a plan too:
 
     pytest                     the test's fixtures ─ set up once ─ shared by all ranks
@@ -25,7 +25,7 @@ class Plan:
 
     Attributes:
         function: The fixture's function, bound to the test's instance.
-        arguments: The fixtures that it asks for, among them other plans.
+        arguments: Values of the fixtures that it uses, among them other plans.
     """
 
     function: Callable[..., Any]
@@ -46,10 +46,10 @@ def plan_for(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest)
 
 
 class FixturesOfRank:
-    """One rank's own values of fixtures; used in the rank's thread, where its world is the default one.
+    """One rank's own values of fixtures; used in the rank's thread, whose default world is the rank's.
 
     Args:
-        stack: Tears them down when it is closed.
+        stack: Tears the fixtures down when it is closed.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -57,7 +57,7 @@ class FixturesOfRank:
         self._values: dict[Plan, Any] = {}
 
     def value(self, given: Any) -> Any:
-        """Return this rank's value of what pytest has as the value of a fixture."""
+        """Return this rank's value of a fixture, from pytest's value."""
         if not isinstance(given, Plan):
             return given
         if given not in self._values:

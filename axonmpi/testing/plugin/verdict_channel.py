@@ -1,35 +1,36 @@
-"""Where all ranks of a test session agree on what happened.
+"""Messages between the ranks of a test session, by which rank 0 merges their results into verdicts.
 
-    rank 1 ── topic, own part ─┐                        ┌─ verdict
-    rank 2 ── topic, own part ─┼─ rank 0 merges them ───┼─ verdict
-    rank 3 ── topic, own part ─┘                        └─ verdict
+    rank 1 ── topic, result ─┐                        ┌─ verdict
+    rank 2 ── topic, result ─┼─ rank 0 merges them ───┼─ verdict
+    rank 3 ── topic, result ─┘                        └─ verdict
 
-The ranks use a communicator of their own, so that no message of a test is mistaken for an answer, and they wait
-without using their core, since another rank may be at work on it. Ranks that come to different topics (one is at a
-test, another has ended its session) are all told to stop, and why.
+The channel has its own communicator, so that a test's message is never taken for a result. Its waits leave the core
+to other ranks. If ranks are at different topics (one at a test, another at the end of its session), the verdict
+stops all of them, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...utils.text import first_difference
 from ...utils.waiting import Backoff, wait_until
 from ..merged_texts import merge_texts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_INTERNAL_ERROR = 3
+_INTERNAL_ERROR, _USAGE_ERROR = 3, 4
 
 
 class SessionStoppedError(Exception):
-    """The ranks agreed to end the session: also the verdict that says so.
+    """The verdict that ends the session, and the error that it raises.
 
     Args:
-        reason: What to tell the user.
-        exit_code: What the pytest of every rank ends with.
+        reason: Text for the user.
+        exit_code: Exit code of every rank's pytest.
     """
 
     def __init__(self, reason: str, exit_code: int) -> None:
@@ -40,11 +41,11 @@ class SessionStoppedError(Exception):
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """What a rank gives to a meeting when its session is over.
+    """A rank's result at the end of its session.
 
     Attributes:
-        exit_code: What its pytest ends with.
-        warnings: The warnings that it has seen.
+        exit_code: Exit code of the rank's pytest.
+        warnings: The warnings of the rank.
     """
 
     exit_code: int
@@ -52,10 +53,10 @@ class SessionEnd:
 
 
 class VerdictChannel:
-    """Agreement between all ranks of a communicator.
+    """The channel between all ranks of a communicator.
 
     Args:
-        comm: Used by nobody else; rank 0 merges.
+        comm: The communicator, which only this channel uses.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -63,12 +64,12 @@ class VerdictChannel:
         self._others = range(1, comm.Get_size())
 
     def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any]) -> Any:
-        """Give this rank's part, return what rank 0's `merge` made of the parts by rank; collective.
+        """Send this rank's result, and return the verdict of rank 0's `merge`; collective.
 
         Args:
-            topic: What this is about; the same on all ranks, or all are told to stop.
-            own: This rank's part, picklable.
-            merge: Called on rank 0 only; may return a `SessionStoppedError`.
+            topic: The point of the session; where ranks differ, the verdict is to stop.
+            own: This rank's result, picklable.
+            merge: Makes the verdict of the results by rank, on rank 0; may return a `SessionStoppedError`.
 
         Raises:
             SessionStoppedError: The verdict is to stop.
@@ -83,15 +84,15 @@ class VerdictChannel:
         return verdict
 
     def _lead(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any]) -> Any:
-        """Collect the parts, merge them and tell the others."""
-        given = {0: (topic, own)} | {rank: self._receive(rank) for rank in self._others}
-        verdict: Any = SessionStoppedError("rank 0 failed while it merged what the ranks said", _INTERNAL_ERROR)
+        """Receive the results, merge them and send the verdict to the others."""
+        received = {0: (topic, own)} | {rank: self._receive(rank) for rank in self._others}
+        verdict: Any = SessionStoppedError("rank 0 failed while it merged the ranks' results", _INTERNAL_ERROR)
         try:
-            topics = {rank: said for rank, (said, _) in given.items()}
+            topics = {rank: other for rank, (other, _) in received.items()}
             if len(set(topics.values())) == 1:
-                verdict = merge({rank: part for rank, (_, part) in given.items()})
+                verdict = merge({rank: result for rank, (_, result) in received.items()})
             else:
-                codes = [part.exit_code for _, part in given.values() if isinstance(part, SessionEnd)]
+                codes = [result.exit_code for _, result in received.values() if isinstance(result, SessionEnd)]
                 reason = "the ranks are at different places of the session\n" + merge_texts(topics)
                 verdict = SessionStoppedError(reason, next(filter(None, codes), _INTERNAL_ERROR))
         finally:
@@ -108,5 +109,22 @@ class VerdictChannel:
 
 
 def _backoff() -> Backoff:
-    # MPI offers no way to wait without polling that leaves the core free; what comes a tenth late is no loss.
+    # MPI has no wait that leaves the core free, so this polls; a tenth of the waiting time is no loss.
     return Backoff(100, shortest=0.0002, longest=0.01)
+
+
+def merge_collected(collected: Mapping[int, Sequence[str]]) -> SessionStoppedError | None:
+    """Return an error if the ranks did not collect the same tests, else None; local.
+
+    Args:
+        collected: By rank, the errors of the collection, then the ids of the tests in their order.
+    """
+    difference = first_difference([collected[rank] for rank in sorted(collected)])
+    if not difference:
+        return None
+    return SessionStoppedError(
+        "the ranks did not collect the same tests in the same order, so they cannot run them together. "
+        "Does something that differs from rank to rank decide what is collected (a random order, the order of a "
+        f"set, the time, the rank)? The first difference is\n  {difference}",
+        _USAGE_ERROR,
+    )
