@@ -1,14 +1,14 @@
-"""The small types that every layer speaks in: reductions, strategies, Work, Observer."""
+"""The small types that every layer speaks in: reductions, strategies, Work."""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 from .utils.arguments import Seconds
 
-__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds", "Work"]
+__all__ = ["CompletedWork", "GradSyncStrategy", "ReduceOp", "Seconds", "Work"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -82,16 +82,3 @@ class CompletedWork(Work):
     def result(self) -> Any:
         """Return the operation's value."""
         return self._value
-
-
-class Observer(Protocol):
-    """What a backend tells about its operations: called around each one, on the thread that runs it.
-
-    Between nodes an asynchronous all-reduce may begin before the one before it has ended, on the same thread.
-    """
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        """An operation begins; `nbytes` is the size of this rank's tensor (0 where there is none)."""
-
-    def leave(self, operation: str) -> None:
-        """The operation has ended, normally or not."""

@@ -1,17 +1,16 @@
-"""The model on several ranks: replicas, sharded or not, of the whole model or of its stages.
+"""The model on several ranks: replicas, sharded or not, of the full model or of its stages.
 
-    trainer ──► ParallelModel ─┬─ FullModel        a rank has all layers
+    trainer ──► ParallelModel ─┬─ FullModel         a rank has all layers
                                └─ PipelinedModel    a rank has stages, see `pipelined_model.py`
                 each module in ┬─ Replica           gradients are averaged over the dp axis
                                └─ FSDP              parameters are sharded along it, too
 
-With tp a rank's modules are its part of each layer, see `tensor_parallel.py`. The trainer uses only the methods of
+With tp a rank's modules are its shard of each layer, see `tensor_parallel.py`. The trainer uses only the methods of
 `ParallelModel`, so another wrapper needs a case here and no change elsewhere.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backends import Backend
 from ..collectives.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -32,7 +30,7 @@ from ..utils.device import Device
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
 from .model import GPT, Block, GPTStage, Predictor
-from .tensor_parallel import joined_logits, replicated_copies, summed_loss
+from .tensor_parallel import full_logits, summed_loss
 
 _ADAM_STATES = 2
 _FLOAT = 4
@@ -40,33 +38,28 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """A rank's part of the model.
+    """Memory that a rank needs for its parameters, gradients and optimizer state.
 
     Attributes:
-        parameters: Numbers that its optimizer updates.
-        values: Bytes of the parameters and of the buffers that they are gathered in.
+        numel: Elements of the parameters that the rank's optimizer updates.
+        parameters: Bytes of the parameters, and of the buffers that they are gathered in.
         gradients: Bytes of the gradients.
-        state: Bytes of the optimizer's state.
+        optimizer: Bytes of the optimizer's state.
     """
 
+    numel: int
     parameters: int
-    values: int
     gradients: int
-    state: int
-
-    @property
-    def together(self) -> int:
-        """Bytes of all three."""
-        return self.values + self.gradients + self.state
+    optimizer: int
 
 
 class Replica(DistributedDataParallel):
-    """A replica of a module, computed in the chosen dtype.
+    """A replica of a module that computes in the configured dtype.
 
     Args:
         module: The same on all ranks of the group.
-        config: The dtype, and when gradients are averaged.
-        group: The ranks.
+        config: The settings `dtype` and `strategy`.
+        group: The ranks along the dp axis.
     """
 
     def __init__(self, module: nn.Module, config: RunConfig, group: ProcessGroup) -> None:
@@ -75,7 +68,7 @@ class Replica(DistributedDataParallel):
         self._dtype = getattr(torch, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute in the chosen dtype."""
+        """Compute in the configured dtype."""
         with torch.autocast(x.device.type, self._dtype, enabled=self._dtype != torch.float32):
             output: Tensor = super().forward(x)
         return output
@@ -84,14 +77,14 @@ class Replica(DistributedDataParallel):
 Wrapped = Replica | FullyShardedDataParallel
 
 
-def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Sequence[str] = ()) -> Wrapped:
+def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, units: Sequence[str] = ()) -> Wrapped:
     """Wrap a module for data parallel training, sharded or not; collective.
 
     Args:
         module: The same on all ranks of the group.
-        config: The kind of data parallelism.
+        config: The settings `fsdp`, `cpu_offload`, `dtype` and `strategy`.
         group: The ranks along the dp axis.
-        alone: Names of submodules that become FSDP units of their own.
+        units: Names of submodules that become FSDP units beside the blocks.
     """
     if config.fsdp == "none":
         return Replica(module, config, group)
@@ -102,21 +95,19 @@ def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Seque
         sharding_strategy=ShardingStrategy(config.fsdp),
         cpu_offload=offload,
         mixed_precision=MixedPrecision(None if config.dtype == "float32" else getattr(torch, config.dtype)),
-        units=[Block, *alone],
+        units=[Block, *units],
         offload_folder=None if offload is CPUOffload.NONE else config.folder / "offload",
     )
 
 
 class ParallelModel(ABC):
-    """A model on several ranks, as the trainer sees it.
+    """A model on several ranks, as the trainer uses it.
 
     Args:
-        modules: This rank's modules.
-        wrapped: The same modules, wrapped to share their gradients with the replicas.
+        wrapped: This rank's modules, wrapped to average their gradients over the replicas.
+        config: All settings.
         mesh: The ranks, with the axes dp, pp and tp.
-        device: What the modules are on.
-        length: Bytes that the model sees at once.
-        accumulates: Whether whole gradients, also of sharded parameters, are added up before they are averaged.
+        device: The device of the modules.
 
     Attributes:
         stages: This rank's stages of a pipeline; None where a rank has all layers.
@@ -126,72 +117,35 @@ class ParallelModel(ABC):
     stages: list[GPTStage] | None = None
     opening: str = ""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        wrapped: Sequence[Wrapped],
-        mesh: DeviceMesh,
-        device: Device,
-        *,
-        length: int,
-        accumulates: bool,
-    ) -> None:
-        self._accumulates = accumulates
-        self._length = length
-        self._modules = list(modules)
+    def __init__(self, wrapped: Sequence[Wrapped], config: Config, mesh: DeviceMesh, device: Device) -> None:
+        # full gradients are added up before they are averaged, also of sharded parameters
+        self._accumulates = config.run.accumulation > 1 or config.pipeline.is_wanted
+        self._length = config.model.sequence_length
         self._wrapped = list(wrapped)
         self._mesh = mesh
         self._device = device
-        self._is_sharded = any(isinstance(one, FullyShardedDataParallel) for one in wrapped)
-        # replicas have the same gradients; with shards each has a part of them, and all have to be asked
-        self._norm_group = mesh.group() if self._is_sharded else mesh.group("pp", "tp")
-        self._copies = {
-            id(parameter): copies.get(name, 1) * _replicas(one)
-            for module, one in zip(modules, wrapped, strict=True)
-            for copies in [replicated_copies(module, mesh.group("tp"))]
-            for name, parameter in module.named_parameters()
-        }
-
-    @property
-    def backends(self) -> list[Backend]:
-        """The backends that it uses besides that of all ranks; some may come twice."""
-        groups = [self._norm_group, self._mesh.group("tp")]
-        groups += [group for one in self._wrapped for group in _groups(one)]
-        return [group.backend for group in groups]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that this rank's optimizer updates, each once, with their names in the model."""
         first: dict[int, tuple[str, nn.Parameter]] = {}
-        for module in self._modules:
-            for name, parameter in module.named_parameters():
+        for wrapped in self._wrapped:
+            for name, parameter in wrapped.module.named_parameters():
                 first.setdefault(id(parameter), (name, parameter))
         return list(first.values())
 
-    def clip(self, largest: float) -> Tensor:
-        """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before, [].
-
-        Args:
-            largest: Norm of the whole gradient, each parameter counted once; 0 only measures.
-        """
-        return self._clip(largest or math.inf)
-
-    def _copies_of(self, parameter: Tensor) -> int:
-        """Return how many ranks of the norm's group have the gradient of a parameter."""
-        return self._copies[id(parameter)]
-
-    def held(self) -> ModelMemory:
-        """Return the size of this rank's part; local."""
+    def memory(self) -> ModelMemory:
+        """Return the memory that this rank is expected to need; local."""
         parameters = [parameter for _, parameter in self.named_parameters()]
         numel = sum(parameter.numel() for parameter in parameters)
         sharded = [one.memory_estimate() for one in self._wrapped if isinstance(one, FullyShardedDataParallel)]
         if not sharded:
             nbytes = sum(parameter.nbytes for parameter in parameters)
             return ModelMemory(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
-        whole = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
+        full_gradients = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
         return ModelMemory(
             numel,
             sum(stats.param_memory_bytes for stats in sharded),
-            sum(stats.grad_memory_bytes for stats in sharded) + whole,
+            sum(stats.grad_memory_bytes for stats in sharded) + full_gradients,
             sum(stats.optim_memory_bytes for stats in sharded),
         )
 
@@ -202,9 +156,9 @@ class ParallelModel(ABC):
         Rank 0 belongs to the first replica, all of whose ranks have to generate the same text.
         """
         with ExitStack() as stack:
-            for one in self._wrapped:
-                if isinstance(one, FullyShardedDataParallel):
-                    stack.enter_context(one.full_parameters(writeback=False))
+            for wrapped in self._wrapped:
+                if isinstance(wrapped, FullyShardedDataParallel):
+                    stack.enter_context(wrapped.full_parameters(writeback=False))
             yield None if self._mesh.rank("dp") else self
 
     def next_logits(self, text: Sequence[int]) -> Tensor:
@@ -214,36 +168,40 @@ class ParallelModel(ABC):
         padded = F.pad(torch.tensor([window], device="cpu"), (0, self._length - len(window)))
         return self._logits_at(self._device.moved(padded), len(window) - 1)
 
-    def _share(self, known: Tensor) -> Tensor:
-        """Return a value on the first of the tp ranks, which all have the same one, and zeros on the others."""
-        return known if self._mesh.rank("tp") == 0 else torch.zeros_like(known)
+    def _counted_once(self, value: Tensor) -> Tensor:
+        """Return a value that all tp ranks have on the first of them, and zeros on the others."""
+        return value if self._mesh.rank("tp") == 0 else torch.zeros_like(value)
 
     @property
     @abstractmethod
     def saved(self) -> nn.Module:
-        """What a checkpoint is saved from, and loaded into."""
+        """The module that checkpoints are saved from and loaded into."""
 
     @abstractmethod
-    def backward(self, parts: Sequence[Batch]) -> Tensor:
+    def backward(self, batches: Sequence[Batch]) -> Tensor:
         """Compute the gradient of the mean loss over the global batch; collective.
 
         Args:
-            parts: This replica's sequences, part by part.
+            batches: This replica's batches of the step.
 
         Returns:
-            [] float64, this rank's share of that loss: the sum over all ranks is the loss.
+            [] float64, this rank's summand of that loss.
         """
 
     @abstractmethod
-    def _clip(self, largest: float) -> Tensor:
-        """Scale the gradients to a norm of at most `largest`, and return the norm before; collective."""
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to a norm of at most `max_norm`; collective.
+
+        Returns:
+            [] the norm of the full gradient before, each parameter counted once.
+        """
 
     @abstractmethod
     def score(self, batch: Batch) -> Tensor:
         """Compute the loss of a replica's batch; collective over its ranks.
 
         Returns:
-            [2] float64, this rank's share of the summed loss, and of the number of bytes.
+            [2] float64, this rank's summands of the summed loss and of the number of bytes.
         """
 
     @abstractmethod
@@ -252,60 +210,46 @@ class ParallelModel(ABC):
 
 
 class FullModel(ParallelModel):
-    """Every rank has all layers, or its part of each, for a part of the batch.
+    """A model of which every rank has all layers, or its shard of each, for its slice of the batch.
 
     Args:
         model: The same on the ranks along the dp axis.
         config: All settings.
         mesh: The ranks.
-        device: What the model is on.
+        device: The device of the model.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: DeviceMesh, device: Device) -> None:
         self._model = model
         self._replica = wrap(model, config.run, mesh.group("dp"))
-        length, accumulates = config.model.sequence_length, config.run.accumulation > 1
-        super().__init__([model], [self._replica], mesh, device, length=length, accumulates=accumulates)
+        super().__init__([self._replica], config, mesh, device)
 
     @property
     def saved(self) -> nn.Module:
         """The wrapped model."""
         return self._replica
 
-    def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Add up the gradients of the parts, then average over the replicas."""
+    def backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Add up the gradients of the batches, then average over the replicas."""
         total = torch.zeros((), dtype=torch.float64, device=self._device.place)
-        for number, (inputs, targets) in enumerate(parts, 1):
-            with nullcontext() if number == len(parts) else self._replica.no_sync():
+        for number, (inputs, targets) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self._replica.no_sync():
                 summed = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
-                loss = summed / (targets.numel() * len(parts))
+                loss = summed / (targets.numel() * len(batches))
                 loss.backward()
             total += loss.detach()
         self._replica.sync_gradients()
-        return self._share(total / self._mesh.size("dp"))
+        return self._counted_once(total / self._mesh.size("dp"))
 
-    def _clip(self, largest: float) -> Tensor:
-        parameters = [parameter for _, parameter in self.named_parameters()]
-        return clip_grad_norm(parameters, largest, group=self._norm_group, copies=self._copies_of)
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradient, over the ranks that its parameters are sharded on."""
+        return clip_grad_norm([parameter for _, parameter in self.named_parameters()], max_norm)
 
     def score(self, batch: Batch) -> Tensor:
         """Compute the loss."""
         inputs, targets = batch
         loss = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
-        return self._share(torch.stack((loss, (targets != IGNORED).sum())).double())
+        return self._counted_once(torch.stack((loss, (targets != IGNORED).sum())).double())
 
     def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
-        return joined_logits(self._model(tokens)[0, position], self._mesh.group("tp"))
-
-
-def _groups(wrapped: Wrapped) -> list[ProcessGroup]:
-    """Return the groups that a wrapped module communicates in."""
-    others = [wrapped.replicate_group] if isinstance(wrapped, FullyShardedDataParallel) else []
-    return [wrapped.process_group, *(group for group in others if group is not None)]
-
-
-def _replicas(wrapped: Wrapped) -> int:
-    """Return how many ranks have the same shard of a module's gradients; 1 without shards."""
-    if isinstance(wrapped, FullyShardedDataParallel) and wrapped.replicate_group is not None:
-        return wrapped.replicate_group.size
-    return 1
+        return full_logits(self._model(tokens)[0, position], self._mesh.group("tp"))

@@ -1,4 +1,4 @@
-"""What an earlier part of a run has measured, read back from its `metrics.jsonl`."""
+"""Metrics of the steps before a checkpoint, read back from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _parsed(line: str) -> StepMetrics | HeldOutMetrics | None:
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write a file of lines, at any instant the old or the new one; local.
+    """Write a file of lines atomically; local.
 
     Raises:
         OSError: It cannot be written.
