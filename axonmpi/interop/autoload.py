@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -44,19 +43,14 @@ def _serve_env() -> None:
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     by_torch = handlers["env"]
 
-    def by_mpi(url: str, **options: Any) -> Iterator[Any]:
-        handler: Callable[..., Iterator[Any]] = import_module("axonmpi.interop.rendezvous").rendezvous
-        return handler(url, **options)
+    def by_mpi(url: str, **options: Any) -> Any:
+        return import_module("axonmpi.interop.rendezvous").meet(url, **options)
 
-    def by_either(url: str, **options: Any) -> Iterator[Any]:
-        handler: Callable[..., Iterator[Any]] = by_mpi if _is_ours() and not _has_address() else by_torch
-        return handler(url, **options)
+    def by_either(url: str, **options: Any) -> Any:
+        has_address = all(os.environ.get(name) for name in _BY_TORCH)
+        return by_mpi(url, **options) if _is_ours() and not has_address else by_torch(url, **options)
 
     handlers.update(env=by_either, mpi=by_mpi)
-
-
-def _has_address() -> bool:
-    return all(os.environ.get(name) for name in _BY_TORCH)
 
 
 def _is_ours() -> bool:

@@ -23,7 +23,7 @@ dist: Any = distributed
 """`torch.distributed` with its stores, which are public, yet not among the names that torch exports."""
 
 
-def rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield a store, this rank's number and the number of ranks, as torch's own handlers do; collective.
 
     Args:

@@ -27,7 +27,7 @@ from ..collectives.agreement import raised_on_all
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .config import Config
-from .report.history import METRICS, History, read_history
+from .report.metrics import METRICS, History, read_history
 
 FOLDER = "checkpoints"
 _OF_THE_RUN = ("seed", "steps", "global_batch", "dtype")

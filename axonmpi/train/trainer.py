@@ -38,12 +38,13 @@ from .parallel_model import FullModel, ParallelModel
 from .pipelined_model import PipelinedModel
 from .rank_grid import RankGrid, check_nodes, plan_schedule
 from .report.memory_table import memory_table, rank_memory
-from .report.metrics import HeldOutMetrics, Speedometer, StepMetrics
+from .report.metrics import HeldOutMetrics, StepMetrics, throughput
 from .report.progress import make_progress
 from .report.recorder import Recorder, Summary, open_recorder, printable
 from .tensor_parallel import shard_layers
 
 _HELD_OUT_BATCH = 16
+_SPEED_STEPS = 20
 _MAY_DIFFER = ("data", "progress")  # between ranks; the text itself is compared
 
 
@@ -110,7 +111,8 @@ class Trainer:
         self.optimizer = make_optimizer(self._parallel, matrices, config.optimizer)
         memory = self._group.all_gather_object(rank_memory(config, grid, schedule, self._parallel))
         self._table = memory_table(config, grid, schedule, memory)
-        self._speed = Speedometer(run.global_batch * length)
+        self._tokens = run.global_batch * length
+        self._times: list[tuple[float, float]] = []  # of each step and its communication
         self.steps: list[StepMetrics] = []
         self.held_out: list[HeldOutMetrics] = []
 
@@ -224,13 +226,14 @@ class Trainer:
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
         loss, norm, votes, saved = self._step(step, rate)
         now = time.perf_counter()
-        self._speed.add(now - started, page.seconds_in_operations(before))
+        self._times.append((now - started, page.seconds_in_operations(before)))
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "
                 f"{self._config.optimizer.lr:g}), more warmup_steps or a smaller gradient_clip"
             )
-        self.steps.append(StepMetrics(step, loss, rate, norm, *self._speed.recent(), self._seconds()))
+        speed = throughput(self._times[-_SPEED_STEPS:], self._tokens)
+        self.steps.append(StepMetrics(step, loss, rate, norm, *speed, self._seconds()))
         self._recorder.add(self.steps[-1])
         if saved:
             self._complete_save()
@@ -309,7 +312,7 @@ class Trainer:
         )
 
     def _summary(self, seconds: float, sample: str, *, complete: bool) -> Summary:
-        speed, communication = self._speed.overall()
+        speed, communication = throughput(self._times, self._tokens)
         run = self._config.run
         steps = self.steps[-1].step if self.steps else run.steps
         return Summary(
@@ -317,7 +320,7 @@ class Trainer:
             ranks=self._group.size,
             steps=steps,
             parameters=self._parameters,
-            tokens=steps * run.global_batch * self._config.model.sequence_length,
+            tokens=steps * self._tokens,
             first_loss=self.steps[0].loss if self.steps else math.nan,
             last_loss=self.steps[-1].loss if self.steps else math.nan,
             first_held_out_loss=self.held_out[0].held_out_loss if self.held_out else math.nan,

@@ -21,7 +21,7 @@ from ..merged_texts import merge_texts
 from ..mock_ranks import RankRun, start_ranks
 from .markers import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
-from .rank_fixtures import FixturesOfRank, Plan, plan_for
+from .rank_fixtures import Plan, plan_for, value_on_rank
 
 _FAILURES = pytest.StashKey[dict[int, BaseException]]()
 
@@ -100,10 +100,10 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
         __tracebackhide__ = True
         try:
             with ExitStack() as stack:
-                own = FixturesOfRank(stack)
-                for value in getattr(item, "funcargs", {}).values():
-                    own.value(value)
-                test(**{name: own.value(value) for name, value in arguments.items()})
+                values: dict[Plan, Any] = {}
+                for fixture in getattr(item, "funcargs", {}).values():
+                    value_on_rank(fixture, values, stack)
+                test(**{name: value_on_rank(fixture, values, stack) for name, fixture in arguments.items()})
         except pytest.skip.Exception as skipped:
             return skipped  # not a failure that must release the other ranks
         return None

@@ -1,10 +1,15 @@
-"""Measurements of a run: losses, speed and the share of communication."""
+"""Metrics of a run: losses, speed and the share of communication, and their file `metrics.jsonl`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-_WINDOW = 20  # steps over which a speed is averaged
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,30 +51,77 @@ class HeldOutMetrics:
     seconds: float
 
 
-class Speedometer:
-    """Tokens a second and the share of communication, from the times of steps.
+def throughput(steps: Sequence[tuple[float, float]], tokens: int) -> tuple[float, float]:
+    """Return tokens a second, and the share of communication, over some steps; zeros without any; local.
 
     Args:
+        steps: Seconds of each step, and its seconds in communication.
         tokens: Bytes trained on in a step, over all ranks.
     """
+    seconds = max(sum(step for step, _ in steps), 1e-9)
+    communication = sum(communicating for _, communicating in steps)
+    return len(steps) * tokens / seconds, min(1.0, communication / seconds)
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._steps: list[tuple[float, float]] = []
 
-    def add(self, seconds: float, communication_seconds: float) -> None:
-        """Add a step: its time, and its time in communication."""
-        self._steps.append((seconds, communication_seconds))
+# ---- the file --------------------------------------------------------------------------------------------------
 
-    def recent(self) -> tuple[float, float]:
-        """Return tokens a second and the share of communication over the last 20 steps."""
-        return self._rates(self._steps[-_WINDOW:])
 
-    def overall(self) -> tuple[float, float]:
-        """Return tokens a second and the share of communication over all steps; zeros without any."""
-        return self._rates(self._steps)
+@dataclass(frozen=True)
+class History:
+    """The steps of a run up to a checkpoint.
 
-    def _rates(self, steps: list[tuple[float, float]]) -> tuple[float, float]:
-        seconds, communication = (sum(step[column] for step in steps) for column in (0, 1))
-        seconds = max(seconds, 1e-9)
-        return len(steps) * self._tokens / seconds, min(1.0, communication / seconds)
+    Attributes:
+        steps: The steps.
+        held_out: The evaluations on held-out text.
+        lines: Both as lines of the file, in their order there.
+    """
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    held_out: list[HeldOutMetrics] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def read_history(path: Path, last: int) -> History:
+    """Read the metrics up to a step; a run that was killed may have left more lines, or half a line; local.
+
+    Args:
+        path: The file; a missing one has no lines.
+        last: Number of the last step.
+
+    Raises:
+        OSError: The file is there and cannot be read.
+    """
+    history = History()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        metrics = _parsed(line)
+        if metrics is None or metrics.step > last:
+            break
+        history.lines.append(line)
+        if isinstance(metrics, StepMetrics):
+            history.steps.append(metrics)
+        else:
+            history.held_out.append(metrics)
+    return history
+
+
+def _parsed(line: str) -> StepMetrics | HeldOutMetrics | None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        return StepMetrics(**values) if "loss" in values else HeldOutMetrics(**values)
+    except (ValueError, TypeError):
+        return None
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a file of lines atomically; local.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    fresh = path.with_name(f"{path.name}.partial")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

@@ -25,8 +25,7 @@ from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
 from ...utils.text import counted, name_ranks
 from ..config import Config
-from .history import METRICS, write_lines
-from .metrics import HeldOutMetrics, StepMetrics
+from .metrics import METRICS, HeldOutMetrics, StepMetrics, write_lines
 from .progress import make_progress
 
 

@@ -3,7 +3,7 @@
 import pytest
 from helpers.plain_training import metrics_in
 
-from axonmpi.train.report.metrics import HeldOutMetrics, Speedometer, StepMetrics
+from axonmpi.train.report.metrics import HeldOutMetrics, StepMetrics, throughput
 from axonmpi.train.report.recorder import Recorder
 
 
@@ -18,11 +18,8 @@ def test_metrics_are_lines_of_json(tiny, tmp_path):
     assert metrics_in(tmp_path)[1] == {"step": 1, "held_out_loss": 2.0, "seconds": 0.2}
 
 
-def test_speed_is_averaged_over_the_last_steps_and_over_all():
-    speed = Speedometer(tokens=100)
-    for _ in range(10):
-        speed.add(1.0, 0.5)
-    for _ in range(20):
-        speed.add(0.5, 0.1)
-    assert speed.recent() == pytest.approx((200.0, 0.2))
-    assert speed.overall() == pytest.approx((30 * 100 / 20, 7 / 20))
+def test_throughput():
+    steps = [(1.0, 0.5)] * 10 + [(0.5, 0.1)] * 20
+    assert throughput(steps[10:], 100) == pytest.approx((200.0, 0.2))
+    assert throughput(steps, 100) == pytest.approx((30 * 100 / 20, 7 / 20))
+    assert throughput([], 100) == (0.0, 0.0)
