@@ -95,7 +95,7 @@ from .tensor import (
     tensor_parallel_attention,
     tensor_parallelize,
 )
-from .types import GradSyncStrategy, Observer, ReduceOp, Work
+from .types import GradSyncStrategy, ReduceOp, Work
 
 __version__ = "0.1.0"
 
@@ -133,7 +133,6 @@ __all__ = [
     "NcclBackend",
     "NcclError",
     "NcclUniqueId",
-    "Observer",
     "ParallelGatedMLP",
     "ParallelMLP",
     "Pipeline",

@@ -1,14 +1,14 @@
-"""Small types that all packages use: reductions, strategies, Work, Observer."""
+"""Small types that all packages use: reductions, strategies, Work."""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 from .utils.arguments import Seconds
 
-__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds", "Work"]
+__all__ = ["CompletedWork", "GradSyncStrategy", "ReduceOp", "Seconds", "Work"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -82,16 +82,3 @@ class CompletedWork(Work):
     def result(self) -> Any:
         """Return the operation's value."""
         return self._value
-
-
-class Observer(Protocol):
-    """Callbacks around each operation of a backend, on the thread that runs it.
-
-    Between nodes an asynchronous all-reduce may begin before the previous all-reduce has ended, on the same thread.
-    """
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        """Note the begin of an operation; `nbytes` is the size of this rank's tensor, 0 without one."""
-
-    def leave(self, operation: str) -> None:
-        """Note the end of the operation, with or without an error."""

@@ -71,7 +71,8 @@ class Refusals:
 
     def __init__(self, world: ax.World) -> None:
         self.group = world.new_group(range(world.size))
-        self.observer = self.group.backend.observer = Mock()
+        self.notes = self.group.backend.notes
+        self.log = self.group.backend.notes = Mock()
 
     def expect(self, error: type[Exception], words: Iterable[str], call: Callable[..., object], *args: Any) -> None:
         """The call raises, with all of these words, and nothing is sent."""
@@ -81,7 +82,7 @@ class Refusals:
             call(*args)
         for word in words:
             assert word in str(caught.value), f"{call}{args}"
-        assert log == self.observer.mock_calls == [], f"{call}{args}"
+        assert log == self.log.mock_calls == [], f"{call}{args}"
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def refused(world: ax.World) -> Iterator[Refusals]:
     refusals = Refusals(world)
     yield refusals
     group = refusals.group
-    group.backend.observer = None
+    group.backend.notes = refusals.notes
     group.all_reduce(tensor := torch.full((3,), float(group.rank)))
     ranks = list(range(group.size))
     assert (tensor.tolist(), group.all_gather_object(group.rank)) == ([sum(ranks)] * 3, ranks)
@@ -129,7 +130,7 @@ def test_tensors_that_cannot_be_written_into(refused) -> None:
             refused.expect(ValueError, with_grad, operation, refused.group, tensor)
         for tensor in (torch.ones(1).expand(3), torch.ones(2, 1, 3).expand(2, 4, 3)):
             refused.expect(ValueError, expanded, operation, refused.group, tensor)
-    refused.group.backend.observer = None  # the short way of calls that were made before has to ask as well
+    refused.group.backend.notes = refused.notes  # the short way of calls that were made before has to ask as well
     for _ in range(2):
         refused.group.all_reduce(torch.ones(3))
     refused.expect(ValueError, with_grad, refused.group.all_reduce, leaf)
@@ -215,7 +216,7 @@ REDUCING: tuple[Callable[[ProcessGroup, Tensor, object], object], ...] = (
 @pytest.mark.ranks(2, 4)
 def test_something_else_than_a_reduction(refused) -> None:
     group, tensor = refused.group, torch.ones(3)
-    group.backend.observer = None
+    group.backend.notes = refused.notes
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT):  # equal to 0 and 1 as numbers, and remembered from now on
         group.all_reduce(tensor, op)
         group.all_reduce(tensor, op, async_op=True).wait()
@@ -291,12 +292,13 @@ def test_lists_of_something_else(refused) -> None:
         refused.expect(TypeError, words, ax.sync_gradients, things, group)
     with pytest.raises((TypeError, AttributeError, ValueError), match=re.compile("pickle", re.IGNORECASE)):
         group.all_gather_object(lambda: None)
-    assert refused.observer.mock_calls == []
+    assert refused.log.mock_calls == []
 
 
 def test_ranks_of_a_new_group(world, refused) -> None:
     size = world.size
-    observer = world.default_group.backend.observer = Mock()
+    backend = world.default_group.backend
+    notes, backend.notes = backend.notes, Mock()
     for ranks, error, words in (
         ([], ValueError, ("ranks: expected at least one rank, got none",)),
         ([0, 0], ValueError, ("ranks: expected different ranks, got [0, 0]",)),
@@ -310,5 +312,5 @@ def test_ranks_of_a_new_group(world, refused) -> None:
     ):
         refused.expect(error, words, world.new_group, ranks)
         refused.expect(error, words, ax.new_group, ranks)
-    world.default_group.backend.observer = None
-    assert observer.mock_calls == []
+    log, backend.notes = backend.notes, notes
+    assert log.mock_calls == []

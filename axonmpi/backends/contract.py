@@ -607,7 +607,7 @@ class Backend(Runner):
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         if async_op is not False or self._worker.started != self._worker.ended or self.timeout != self.kept_timeout:
             return self._queue(async_op, call, move, args)
-        if self.observer is not None or self._closed is not None:
+        if self._closed is not None:
             return self._execute(call, move, call, *args)
         log = self.notes
         note = log.enter(call.description)

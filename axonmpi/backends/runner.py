@@ -1,8 +1,7 @@
-"""The operations of a group: run now or on its worker thread, recorded, observed; and the group's end.
+"""The operations of a group: run now or on its worker thread, and recorded; and the group's end.
 
 It stands below `contract.py`, whose `Backend` has the operations, and runs them at once if nothing is queued. The
-rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
-is one, hears of each operation.
+rank's page has the operations under way and their outcomes, for readers outside of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ..errors import AxonmpiError, CommunicatorError
 from ..launch.page import GroupLog, NoLog, describe
-from ..types import Observer, Seconds
+from ..types import Seconds
 from ..utils.arguments import check_flags, seconds
 from ..utils.cache import BoundedCache
 from .call import Call
@@ -40,7 +39,6 @@ class Runner(ABC):
             unless the backend keeps the time-out by itself.
         kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
         grace: Seconds after the time-out in which an operation on the worker may still raise by itself.
-        observer: Told about each operation, if set.
         notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
     """
 
@@ -53,7 +51,6 @@ class Runner(ABC):
         self.rank = rank
         self.size = size
         self.timeout = seconds("timeout", timeout)
-        self.observer: Observer | None = None
         self.notes: GroupLog | NoLog = NoLog()
         self._closed: str | None = None
         self._told: BoundedCache[Any, bytes] = BoundedCache(MAX_CALLS)
@@ -113,7 +110,7 @@ class Runner(ABC):
         def task() -> Any:
             self.notes.start(note)
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
-                return self._observed(note, call.operation, call.nbytes, move, call, *args)
+                return self._recorded(note, call.operation, move, call, *args)
 
         work = self._worker.submit(str(call), task, partial(self.waiting, "wait", number=number))
         if async_op:
@@ -123,7 +120,7 @@ class Runner(ABC):
 
     def _execute(self, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         self._check_open(call.operation)
-        return self._observed(self.notes.enter(call.description), call.operation, call.nbytes, move, *args)
+        return self._recorded(self.notes.enter(call.description), call.operation, move, *args)
 
     def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Any:
         """Send or receive, or begin to; `peer` is None where any rank may send."""
@@ -133,13 +130,10 @@ class Runner(ABC):
         if told is None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             told = self._told.add(kind, describe(operation, dtype, tensor.shape, None, peer, tag, tensor.nbytes))
-        return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
+        return self._recorded(self.notes.enter(told, 0), operation, move, tensor, peer, tag)
 
-    def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
-        """Move data; the observer hears of it, and the rank's page says how it has ended."""
-        observer = self.observer
-        if observer is not None:
-            observer.enter(operation, nbytes)
+    def _recorded(self, note: int, operation: str, move: Callable[..., Any], *args: Any) -> Any:
+        """Move data, and record on the rank's page how the operation has ended."""
         try:
             result = move(*args)
         except BaseException as error:
@@ -147,9 +141,6 @@ class Runner(ABC):
             if isinstance(error, self.failures):
                 raise self._failure(operation, error) from error
             raise
-        finally:
-            if observer is not None:
-                observer.leave(operation)
         self.notes.leave(note)
         return result
 
@@ -164,7 +155,7 @@ class Runner(ABC):
         number: int = 0,
         gives_up: bool = False,
     ) -> Iterator[None]:
-        """Tell the observer and the rank's page that the block waits, or hands data over; local.
+        """Record on the rank's page that the block waits, or hands data over; local.
 
         Args:
             operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
@@ -176,16 +167,9 @@ class Runner(ABC):
             gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
         """
         check_flags(gives_up=gives_up)
-        told, observer = "send" if operation == "stage send" else "wait", self.observer
-        if observer is not None:
-            observer.enter(told, nbytes)
-        try:
-            notes = NoLog() if gives_up else self.notes
-            with notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
-                yield
-        finally:
-            if observer is not None:
-                observer.leave(told)
+        notes = NoLog() if gives_up else self.notes
+        with notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
+            yield
 
     def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")

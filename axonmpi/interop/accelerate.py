@@ -1,12 +1,12 @@
-"""Accelerate, and `transformers.Trainer`, which stands on it, over MPI on the CPU.
+"""Accelerate over MPI on the CPU, and `transformers.Trainer`, which uses it.
 
     from axonmpi.interop.accelerate import start_process_group
 
     start_process_group()             # first of all
     accelerator = Accelerator()       # or TrainingArguments(use_cpu=True) and Trainer, as ever
 
-Accelerate knows a list of backends, and takes gloo for any other one; a group that is there already it uses. It
-finds ranks by the variables that torchrun sets.
+Accelerate has a list of backends, and takes gloo in place of any other, but it uses a group that exists already. It
+reads ranks from the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def start_process_group(timeout: timedelta = default_pg_timeout) -> None:
     """Start torch's group of all ranks, and tell Accelerate of it; collective over all ranks of the job.
 
     Args:
-        timeout: How long operations may take.
+        timeout: Limit of each operation.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.

@@ -1,7 +1,7 @@
 """The variables that torchrun sets, for programs that insist on them.
 
-`torch.distributed.init_process_group("axonmpi")` needs none of them. A program that reads `LOCAL_RANK`, or that
-makes a group of gloo, does.
+`torch.distributed.init_process_group("axonmpi")` needs none of them, but a program does that reads `LOCAL_RANK`, or
+that makes a group of gloo.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 
 from ..launch.start import Started, start_world
-from ..launch.topology import Topology
 from ..launch.variables import set_variables
 
 _LOOPBACK = "127.0.0.1"
@@ -25,29 +24,26 @@ def launch_env() -> dict[str, str]:
         LaunchError: The processes were not started as one MPI job.
     """
     started = start_world()
-    place = started.topology
-    port = _free_port() if place.rank == 0 else None
+    topology = started.topology
+    port = _free_port() if topology.rank == 0 else None
     host = host_of_first(started)
     if started.comm is not None:
         port = started.comm.bcast(port)
-    found = {**_numbers(place), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    set_variables(found)
-    return found
-
-
-def _numbers(place: Topology) -> dict[str, str]:
-    numbers = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "GROUP_RANK": place.node_rank,
+    variables = {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_size),
+        "GROUP_RANK": str(topology.node_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
     }
-    return {name: str(number) for name, number in numbers.items()}
+    set_variables(variables)
+    return variables
 
 
 def host_of_first(started: Started) -> str:
-    """Return the name by which this rank reaches rank 0's node; collective over all ranks of the job."""
+    """Return the host name by which this rank reaches rank 0's node; collective over all ranks of the job."""
     name = _LOOPBACK
     if started.topology.num_nodes > 1:
         assert started.comm is not None

@@ -4,8 +4,8 @@
 
     Trainer(accelerator="cpu", strategy=ddp_strategy(), devices=ranks_of_a_node, num_nodes=nodes)
 
-Any other strategy of Lightning's takes the same two: `MpiEnvironment()` as its `cluster_environment`, which says
-who and where each rank is, and "axonmpi" as its `process_group_backend`.
+Lightning's other strategies take the same two arguments: `MpiEnvironment()` as `cluster_environment`, for each
+rank's number and node, and "axonmpi" as `process_group_backend`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .environment import launch_env
 
 
 class MpiEnvironment(ClusterEnvironment):
-    """What Lightning asks about the ranks, answered by MPI; made by all ranks of the job together.
+    """Lightning's view of the ranks, from MPI; made collectively over all ranks of the job.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.
@@ -31,16 +31,16 @@ class MpiEnvironment(ClusterEnvironment):
         super().__init__()
         register()
         self._variables = launch_env()
-        self._place = start_world().topology
+        self._topology = start_world().topology
 
     @staticmethod
     def detect() -> bool:
-        """Say that Lightning is to take another one, unless it is given this one."""
+        """Return False: Lightning uses this environment only when it is passed."""
         return False
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether somebody else starts the processes: mpirun or srun."""
+        """Whether a launcher starts the processes, mpirun or srun."""
         return True
 
     @property
@@ -50,38 +50,38 @@ class MpiEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """A port there."""
+        """A port of rank 0's node."""
         return int(self._variables["MASTER_PORT"])
 
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return self._place.size
+        return self._topology.size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: MPI knows."""
+        """Do nothing: the number is MPI's."""
 
     def global_rank(self) -> int:
         """Return this rank's number."""
-        return self._place.rank
+        return self._topology.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: MPI knows."""
+        """Do nothing: the number is MPI's."""
 
     def local_rank(self) -> int:
         """Return this rank's number on its node."""
-        return self._place.local_rank
+        return self._topology.local_rank
 
     def node_rank(self) -> int:
         """Return this node's number."""
-        return self._place.node_rank
+        return self._topology.node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise unless the trainer's `devices` and `num_nodes` are as many as MPI's.
+        """Check the trainer's `devices` and `num_nodes` against MPI's.
 
         Raises:
-            ValueError: They are not.
+            ValueError: They differ from MPI's.
         """
-        expected = (self._place.local_size, self._place.num_nodes)
+        expected = (self._topology.local_size, self._topology.num_nodes)
         if (num_devices, num_nodes) != expected:
             raise ValueError(
                 f"Trainer: expected devices={expected[0]}, num_nodes={expected[1]}, as MPI has started them, "
@@ -93,6 +93,6 @@ def ddp_strategy(**options: Any) -> DDPStrategy:
     """Return Lightning's DistributedDataParallel over MPI; collective over all ranks of the job.
 
     Args:
-        **options: Further ones of `lightning.pytorch.strategies.DDPStrategy`.
+        **options: Further arguments of `lightning.pytorch.strategies.DDPStrategy`.
     """
     return DDPStrategy(cluster_environment=MpiEnvironment(), process_group_backend=NAME, **options)

@@ -1,14 +1,14 @@
-"""torch's interface of a group of ranks, over a `Backend`: every method that torch calls on one.
+"""torch's interface of a group of ranks, over a `Backend`: every method that torch calls on a group.
 
     dist.all_reduce(t) ── allreduce([t], options) ── _run ─┬─ now ────────── backend.all_reduce(t, op)
     DDP, functional ops ─ the same, asynchronous ──────────┴─ its thread ──── the same, then the future
 
 torch's Python functions and its C++ call these methods with lists of tensors and an object of options. Blocking
-operations run on the caller's thread where none is under way, asynchronous ones on the group's own, in the order
-of the calls; nothing holds Python's lock while it waits for another rank. The thread is not that of the backend's
-`async_op`: torch's futures have to be completed by the thread that runs an operation, once its results lie in the
-caller's tensors. Checks, comparisons and sums are the backend's. The names are torch's, the older ones too, which
-torch 2.11 calls.
+operations run on the caller's thread if none is under way, asynchronous operations on the group's thread, in the
+order of the calls; Python's lock is released during all waits for other ranks. The thread is not the worker of the
+backend's `async_op`: torch's futures have to be completed by the thread that runs an operation, once its results
+are in the caller's tensors. Checks, comparisons and sums are the backend's. The names are torch's, with the older
+names that torch 2.11 calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
-    PrefixStore,
     ReduceScatterOptions,
     Store,
 )
@@ -39,8 +38,7 @@ from ..launch import exit as exits
 from ..observe import still_under_way
 from ..types import CompletedWork, Work
 from ..utils.torch_internals import skip_in_compile
-from . import moves
-from .connecting import backend_of_some
+from . import torch_collectives as collectives
 from .reductions import reduction_of
 from .work import TorchWork, complete_with
 
@@ -66,7 +64,7 @@ def _register_with_exits() -> None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor without autograd, which may mark it as a result while the operation is under way; local."""
+    """Return the tensor without autograd, which may mark it as a result while the operation runs; local."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():  # nothing could be written to it
         memory = tensor.untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -75,9 +73,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _in_turn(moves: Sequence[Callable[[], object]]) -> None:
-    for move in moves:
-        move()
+def _in_turn(operations: Sequence[Callable[[], object]]) -> None:
+    for operation in operations:
+        operation()
 
 
 def _plain_list(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -88,16 +86,14 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of `torch.distributed` whose tensors on the CPU go by MPI and shared memory.
 
     Args:
-        backend: Moves the data.
-        ranks: torch's global numbers of the members, in the group's order.
+        backend: Runs the operations.
         store: torch's store of the group.
-        timeout: How long operations may take.
+        timeout: Limit of each operation.
     """
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], store: Store, timeout: timedelta) -> None:
+    def __init__(self, backend: Backend, store: Store, timeout: timedelta) -> None:
         super().__init__(backend.rank, backend.size)
         self._backend = backend
-        self._ranks = list(ranks)
         self._store = store
         self._timeout = timeout
         self._worker = Worker(f"axonmpi-torch-rank{backend.rank}") if backend.allows_threads else AtOnce()
@@ -109,30 +105,30 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- running ------------------------------------------------------------------------------------------
 
     def _run(
-        self, what: str, options: Any, tensors: Sequence[Tensor], move: Callable[..., object], *args: Any
+        self, name: str, options: Any, tensors: Sequence[Tensor], operation: Callable[..., object], *args: Any
     ) -> TorchWork:
-        """Run a collective, now or on the group's thread; `move` does it with the arguments."""
+        """Run `operation(*args)` now, or on the group's thread."""
         self._sequence += 1
         worker = self._worker
         if worker.started == worker.ended and not options.asyncOp:
-            move(*args)
+            operation(*args)
             return _DONE
-        work = self._start(what, tensors, partial(move, *args))
+        work = self._start(name, tensors, partial(operation, *args))
         if not options.asyncOp:
             work.wait()
         return work
 
-    def _start(self, what: str, tensors: Sequence[Tensor], move: Callable[[], object]) -> TorchWork:
+    def _start(self, name: str, tensors: Sequence[Tensor], operation: Callable[[], object]) -> TorchWork:
         future: Future[Any] = Future()
         inference = torch.is_inference_mode_enabled()
 
         def task() -> None:
             with torch.inference_mode(inference):  # a mode is a thread's own
-                error = complete_with(future, move, list(tensors))
+                error = complete_with(future, operation, list(tensors))
             if error is not None:
                 raise error
 
-        return TorchWork(self._worker.submit(what, task), tensors, future=future)
+        return TorchWork(self._worker.submit(name, task), tensors, future=future)
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -140,69 +136,69 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce one tensor over all ranks, in place; collective."""
         tensor = tensors[0]
-        # A small one that blocks has no time to lose.
+        # Latency counts for a small blocking all-reduce.
         if opts.asyncOp or tensor.requires_grad or tensor.is_inference():
             tensor = _plain(tensor)
-        # Not by a partial: of a small one that is a noticeable part.
+        # Without a partial, which would take a noticeable part of the time.
         return self._run(
-            "all_reduce", opts, tensors, moves.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
+            "all_reduce", opts, tensors, collectives.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
         )
 
     @skip_in_compile
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
-        """Reduce several tensors over all ranks, in place, as few large ones; collective."""
+        """Reduce several tensors over all ranks, in place, in few large collectives; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = moves.all_reduce_coalesced(self._backend, _plain_list(tensors), op, factor)
-        return self._run("all_reduce_coalesced", opts, tensors, move)
+        operation = collectives.all_reduce_coalesced(self._backend, _plain_list(tensors), op, factor)
+        return self._run("all_reduce_coalesced", opts, tensors, operation)
 
     @skip_in_compile
     def reduce(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Reduce one tensor over all ranks, in place on the root; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = moves.reduce(self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
-        return self._run("reduce", opts, tensors, move)
+        operation = collectives.reduce(self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
+        return self._run("reduce", opts, tensors, operation)
 
     @skip_in_compile
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = _SCATTER
     ) -> TorchWork:
-        """Reduce one tensor for each rank, and keep the own one; collective."""
+        """Reduce one tensor for each rank, and keep this rank's; collective."""
         op, factor = reduction_of(opts.reduceOp)
         inputs = _plain_list(input_tensors[0])
-        move = moves.reduce_scatter(self._backend, _plain(output_tensors[0]), inputs, op, factor)
-        return self._run("reduce_scatter", opts, output_tensors, move)
+        operation = collectives.reduce_scatter(self._backend, _plain(output_tensors[0]), inputs, op, factor)
+        return self._run("reduce_scatter", opts, output_tensors, operation)
 
     @skip_in_compile
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTER) -> TorchWork:
-        """Reduce a tensor, and keep the own one of equal parts; collective."""
+        """Reduce a tensor, and keep this rank's slice of equal slices; collective."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @skip_in_compile
     def reduce_scatter_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _SCATTER
     ) -> TorchWork:
-        """Reduce several tensors, and keep the own part of each; collective."""
+        """Reduce several tensors, and keep this rank's slice of each; collective."""
         op, factor = reduction_of(opts.reduceOp)
         pairs = zip(_plain_list(output_tensors), _plain_list(input_tensors), strict=True)
-        found = [moves.reduce_scatter_single(self._backend, *pair, op, factor) for pair in pairs]
-        return self._run("reduce_scatter_single", opts, output_tensors, _in_turn, found)
+        operations = [collectives.reduce_scatter_single(self._backend, *pair, op, factor) for pair in pairs]
+        return self._run("reduce_scatter_single", opts, output_tensors, _in_turn, operations)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     @skip_in_compile
     def broadcast(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Copy the root's tensor to all ranks, in place; collective."""
-        move = partial(self._backend.broadcast, _plain(tensors[0]), opts.rootRank)
-        return self._run("broadcast", opts, tensors, move)
+        operation = partial(self._backend.broadcast, _plain(tensors[0]), opts.rootRank)
+        return self._run("broadcast", opts, tensors, operation)
 
     @skip_in_compile
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
-        """Copy each rank's tensor into one of a list; collective."""
+        """Copy each rank's tensor into a tensor of a list; collective."""
         outputs = _plain_list(output_tensors[0])
-        move = moves.all_gather(self._backend, outputs, _plain(input_tensors[0]))
-        return self._run("all_gather", opts, output_tensors[0], move)
+        operation = collectives.all_gather(self._backend, outputs, _plain(input_tensors[0]))
+        return self._run("all_gather", opts, output_tensors[0], operation)
 
     @skip_in_compile
     def allgather_coalesced(
@@ -210,52 +206,52 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Copy several tensors of each rank into a list of that rank; collective."""
         outputs = list(map(_plain_list, output_lists))
-        found = moves.all_gather_coalesced(self._backend, outputs, _plain_list(input_list))
-        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), _in_turn, found)
+        operations = collectives.all_gather_coalesced(self._backend, outputs, _plain_list(input_list))
+        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), _in_turn, operations)
 
     @skip_in_compile
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHER) -> TorchWork:
-        """Copy the ranks' tensors one after the other into one; collective."""
+        """Copy the ranks' tensors into one tensor, in rank order; collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @skip_in_compile
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
-        """Do that with several tensors of each rank; collective."""
+        """Copy several tensors of each rank, as `all_gather_single` copies one; collective."""
         pairs = zip(_plain_list(output_lists), _plain_list(input_list), strict=True)
-        found = [moves.all_gather_single(self._backend, *pair) for pair in pairs]
-        return self._run("all_gather_single", opts, output_lists, _in_turn, found)
+        operations = [collectives.all_gather_single(self._backend, *pair) for pair in pairs]
+        return self._run("all_gather_single", opts, output_lists, _in_turn, operations)
 
     @skip_in_compile
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> TorchWork:
-        """Copy each rank's tensor into one of the root's list; collective."""
+        """Copy each rank's tensor into a tensor of the root's list; collective."""
         outputs = _plain_list(output_tensors[0]) if output_tensors else []
-        move = moves.gather(self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
-        return self._run("gather", opts, outputs, move)
+        operation = collectives.gather(self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
+        return self._run("gather", opts, outputs, operation)
 
     @skip_in_compile
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> TorchWork:
-        """Copy one of the root's list of tensors to each rank; collective."""
+        """Copy one tensor of the root's list to each rank; collective."""
         inputs = _plain_list(input_tensors[0]) if input_tensors else []
-        move = moves.scatter(self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
-        return self._run("scatter", opts, output_tensors, move)
+        operation = collectives.scatter(self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
+        return self._run("scatter", opts, output_tensors, operation)
 
     @skip_in_compile
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _ALL) -> TorchWork:
-        """Send one tensor to each rank, and receive one from each; collective."""
-        move = moves.all_to_all(self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
-        return self._run("all_to_all", opts, output_tensors, move)
+        """Send a tensor to each rank, and receive a tensor from each; collective."""
+        operation = collectives.all_to_all(self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
+        return self._run("all_to_all", opts, output_tensors, operation)
 
     @skip_in_compile
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
         opts: Any = _ALL,
     ) -> TorchWork:  # fmt: skip
-        """Send each rank a part of a tensor, and receive one from each; collective."""
+        """Send each rank a slice of a tensor, and receive a slice from each; collective."""
         sizes = list(output_split_sizes), list(input_split_sizes)
-        move = moves.all_to_all_single(self._backend, _plain(output), _plain(input), *sizes)
-        return self._run("all_to_all_single", opts, [output], move)
+        operation = collectives.all_to_all_single(self._backend, _plain(output), _plain(input), *sizes)
+        return self._run("all_to_all_single", opts, [output], operation)
 
     @skip_in_compile
     def barrier(self, opts: Any = _BARRIER) -> TorchWork:
@@ -285,7 +281,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @skip_in_compile
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
-        """Begin to receive from whichever rank sends first."""
+        """Begin to receive from the rank that sends first."""
         return self._message(self._backend.irecv(_plain(tensors[0]), None, tag), tensors)
 
     def _message(self, work: Work, tensors: Sequence[Tensor]) -> TorchWork:
@@ -299,29 +295,6 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # ---- groups -------------------------------------------------------------------------------------------
-
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> TorchProcessGroup | None:
-        """Make a group of some of this one's ranks; collective over these, None on others."""
-        if self.rank() not in ranks:
-            return None
-        timeout = timeout or self._timeout
-        chosen = [self._ranks[rank] for rank in ranks]
-        store = PrefixStore(f"{group_name}/", self._store)
-        backend = backend_of_some(chosen, list(ranks).index(self.rank()), timeout.total_seconds())
-        group = TorchProcessGroup(backend, chosen, store, timeout)
-        group.setGroupName(group_name or "")
-        group.setGroupDesc(group_desc or "")
-        return group
-
     # ---- life ---------------------------------------------------------------------------------------------
 
     def end_thread(self, timeout: float) -> bool:
@@ -329,23 +302,23 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._worker.close(timeout)
 
     def shutdown(self) -> None:
-        """Release the group, once what is under way has ended; collective in effect."""
+        """Release the group after its last operation; collective in effect."""
         if not self.end_thread(10.0):
             raise CommunicatorError("this group still runs an operation that the other ranks have not met")
         self._backend.close()
 
     def abort(self) -> None:
-        """Make the group unusable, also for ranks of this node that wait for this one; local."""
+        """Make the group unusable, also for ranks of this node that wait for this rank; local."""
         self._backend.give_up("torch.distributed has aborted it")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long operations may take from now on; local."""
+        """Set the limit of later operations; local."""
         self._timeout = timeout
         self._backend.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
-    # ---- what torch asks of a group -----------------------------------------------------------------------
+    # ---- attributes that torch reads ----------------------------------------------------------------------
 
     supports_splitting = False
     supports_coalescing = False

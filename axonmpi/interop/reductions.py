@@ -1,4 +1,4 @@
-"""torch's reductions as this library's."""
+"""Translation of torch's reductions into this library's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import distributed as dist
 from ..types import ReduceOp
 
 Factor = float | Tensor | None
-"""What PREMUL_SUM multiplies each rank's values by before they are added; None: nothing."""
+"""The factor of each rank's values in a PREMUL_SUM; None for other reductions."""
 
 _OPS = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -26,12 +26,12 @@ _OPS = {
     dist.ReduceOp.PREMUL_SUM: ReduceOp.SUM,
 }
 _BY_HASH = {hash(kind): op for kind, op in _OPS.items()}
-"""A reduction of torch's hashes as its kind does; looking one up by itself takes ten times as long."""
+"""A reduction of torch's hashes as its kind does; a lookup of the reduction itself takes ten times as long."""
 _PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
 
 
 def reduction_of(op: Any) -> tuple[ReduceOp, Factor]:
-    """Return the reduction, and the factor that values are multiplied by before; local.
+    """Return the reduction, and the factor of each rank's values; local.
 
     Args:
         op: A `torch.distributed.ReduceOp`.
@@ -41,7 +41,7 @@ def reduction_of(op: Any) -> tuple[ReduceOp, Factor]:
 
 
 def scaled(tensor: Tensor, factor: Factor) -> Tensor:
-    """Return a tensor times the factor, the tensor itself without one; local."""
+    """Return a tensor times the factor, or the tensor itself without a factor; local."""
     return tensor if factor is None else (tensor * factor).to(tensor.dtype)
 
 
@@ -53,14 +53,14 @@ def scale(tensors: Iterable[Tensor], factor: Factor) -> None:
 
 
 def summed(op: ReduceOp, *tensors: Tensor) -> ReduceOp:
-    """Return SUM for the AVERAGE of integers, which `divide` completes, any other reduction as it is; local."""
+    """Return SUM for the AVERAGE of integers, which `divide` completes, and other reductions unchanged; local."""
     if op is ReduceOp.AVERAGE and any(map(_is_integral, tensors)):
         return ReduceOp.SUM
     return op
 
 
 def divide(sums: Iterable[Tensor], op: ReduceOp, ranks: int) -> None:
-    """Make averages of sums of integers, in place, rounded towards zero; nothing else; local.
+    """Turn sums of integers into averages, in place, rounded towards zero, if `op` is AVERAGE; local.
 
     Source: NCCL, whose `ncclAvg` does so.
     """

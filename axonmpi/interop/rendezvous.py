@@ -1,7 +1,7 @@
-"""Where the ranks of `torch.distributed` meet: MPI tells each its number, and where the store is.
+"""The rendezvous of `torch.distributed` over MPI, which has each rank's number and needs no address.
 
-Groups over MPI need no store. Other things do that programs use beside it, so there is torch's own: on rank 0, at a
-port that the system chooses, whose address goes to all ranks by MPI.
+Groups over MPI need no store. Programs use the store for other purposes, so rank 0 serves torch's own, at a port
+that the system chooses. Its address goes to all ranks by MPI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..launch.start import Started, start_world
 from .environment import host_of_first
 
 dist: Any = distributed
-"""With the stores, which are public, yet not among the names that torch exports."""
+"""`torch.distributed` with its stores, which are public, yet not among the names that torch exports."""
 
 
 def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -31,19 +31,19 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterato
         timeout: Of the store's operations.
 
     Raises:
-        LaunchError: The processes were not started as one MPI job, or are other ones than the program says.
+        LaunchError: The processes were not started as one MPI job, or the program's numbers are not MPI's.
     """
     started = start_world()
     given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
-    check_place(started, given.get("rank", -1), given.get("world_size", -1))
+    check_rank(started, given.get("rank", -1), given.get("world_size", -1))
     yield _open_store(started, timeout), started.topology.rank, started.topology.size
 
 
-def check_place(started: Started, rank: int, size: int) -> None:
-    """Raise unless a program's numbers, -1 where it has none, are MPI's; local.
+def check_rank(started: Started, rank: int, size: int) -> None:
+    """Check the numbers that a program passes, -1 for none, against MPI's; local.
 
     Raises:
-        LaunchError: They are not.
+        LaunchError: They differ from MPI's.
     """
     own = (started.topology.rank, started.topology.size)
     if rank in (-1, own[0]) and size in (-1, own[1]):

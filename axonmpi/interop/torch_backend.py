@@ -1,27 +1,32 @@
-"""`torch.distributed.init_process_group("axonmpi")`: what is called when a program asks for a group over MPI.
+"""The creation of groups over MPI, for `torch.distributed.init_process_group("axonmpi")` and `new_group`.
 
     import torch.distributed as dist
 
     dist.init_process_group("axonmpi")      # under mpirun or srun: no address, no port, no variable
 
-torch gives the group's ranks, its own number for this rank, and a time-out. MPI is started here, and what torch
-thinks this rank is must be what MPI says.
+torch passes the group's ranks, its own number for this rank, and a time-out. The first group starts MPI, and
+torch's number of this rank must be MPI's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from .connecting import backend_of_all, backend_of_some
+from ..backends import Backend, LocalBackend, MpiBackend
+from ..errors import LaunchError
+from ..launch.start import start_mpi, start_world
+from ..observe import watch
 from .process_group import TorchProcessGroup
+from .rendezvous import check_rank
 
 
 def create_group(options: Any, backend_options: Any) -> TorchProcessGroup:
-    """Make torch's default group, or one of some of its ranks; collective over these alone.
+    """Make torch's default group, or a group of some of its ranks; collective over the group's ranks alone.
 
     Args:
         options: torch's description of the group.
-        backend_options: What a program has given as `pg_options`: there are none for this backend.
+        backend_options: A program's `pg_options`, of which this backend has none.
 
     Raises:
         LaunchError: The processes were not started as one MPI job, or torch and MPI number them differently.
@@ -34,7 +39,43 @@ def create_group(options: Any, backend_options: Any) -> TorchProcessGroup:
     ranks = list(options.global_ranks_in_group)
     timeout = options.timeout.total_seconds()
     if ranks:
-        backend = backend_of_some(ranks, options.group_rank, timeout)
+        backend = _connect_members(ranks, options.group_rank, timeout)
     else:
-        backend = backend_of_all(options.group_rank, options.group_size, timeout)
-    return TorchProcessGroup(backend, ranks or range(backend.size), options.store, options.timeout)
+        backend = _connect_all(options.group_rank, options.group_size, timeout)
+    return TorchProcessGroup(backend, options.store, options.timeout)
+
+
+def _connect_all(rank: int, size: int, timeout: float) -> Backend:
+    """Start MPI and connect all ranks of the job; collective.
+
+    Args:
+        rank: torch's number for this rank.
+        size: torch's number of ranks.
+        timeout: Limit of an operation, in seconds.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job, or torch and MPI number them differently.
+    """
+    started = start_world()
+    check_rank(started, rank, size)
+    watch(None)  # each of torch's groups has its own time-out
+    return LocalBackend() if started.comm is None else MpiBackend(started.comm, timeout=timeout)
+
+
+def _connect_members(ranks: Sequence[int], own: int, timeout: float) -> Backend:
+    """Connect some ranks of the job; collective over these alone.
+
+    Args:
+        ranks: torch's numbers of the members.
+        own: Index of this rank among them.
+        timeout: Limit of an operation, in seconds.
+
+    Raises:
+        LaunchError: torch and MPI number this rank differently.
+    """
+    if len(ranks) == 1:
+        return LocalBackend()
+    number = start_mpi().COMM_WORLD.rank
+    if ranks[own] != number:
+        raise LaunchError(f"torch.distributed calls this rank {ranks[own]}, MPI calls it {number}: they must agree")
+    return MpiBackend.of_members(ranks, timeout=timeout)

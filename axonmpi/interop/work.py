@@ -1,7 +1,7 @@
-"""torch's handles of operations under way: `torch.distributed.Work`, over this library's `Work`.
+"""Handles of operations for torch: `torch.distributed.Work` over this library's `Work`.
 
-An asynchronous collective runs on its group's thread, which completes the future at its end; a message goes by
-itself, and has a future only where somebody asks for one.
+An asynchronous collective runs on its group's thread, which completes the future at its end. A message runs without
+a thread, and gets a future only when a program asks for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..types import Work
 
 
 class TorchWork(dist.Work):
-    """An operation under way, or over.
+    """The handle of an operation.
 
     Args:
         work: The operation.
-        tensors: What it writes, or sends.
-        timeout: Seconds that `wait` waits if it is not told, None for ever.
-        future: What is completed at its end, by somebody else; None: nothing is.
+        tensors: Its results, or the tensors that it sends.
+        timeout: Default limit of `wait` in seconds; None waits as long as it takes.
+        future: A future that the operation itself completes; None for messages.
         may_wait_beside: Whether another thread may wait for the operation.
     """
 
@@ -51,9 +51,9 @@ class TorchWork(dist.Work):
 
         Raises:
             CollectiveTimeoutError: Not complete in time.
-            Exception: Whatever the operation itself raised.
+            Exception: The operation's own error.
         """
-        if self._is_told_here():
+        if self._is_in_callback():
             self.get_future().wait()
         else:
             self._work.wait(timeout.total_seconds() if timeout else self._timeout)
@@ -63,7 +63,7 @@ class TorchWork(dist.Work):
         """Return a future whose value is the list of tensors.
 
         Raises:
-            RuntimeError: It is that of a message under way, and MPI may be called by one thread at a time only.
+            RuntimeError: The message is not complete, and MPI may be called by one thread at a time only.
         """
         if self._future is None:
             if not (self._may_wait_beside or self._work.done()):
@@ -74,7 +74,7 @@ class TorchWork(dist.Work):
             self._future = Future()
             if self._work.done():
                 self._complete()
-            else:  # nobody looks after a message but who waits for it
+            else:  # a message makes progress only while a thread waits for it
                 threading.Thread(target=self._complete, name="axonmpi-future", daemon=True).start()
         return self._future
 
@@ -83,20 +83,20 @@ class TorchWork(dist.Work):
         complete_with(self._future, lambda: self._work.wait(self._timeout), self._tensors)
 
     def is_completed(self) -> bool:
-        """Say whether the operation is complete or has failed, without blocking."""
-        return self._is_told_here() or self._work.done()
+        """Return True if the operation is complete or has failed, without blocking."""
+        return self._is_in_callback() or self._work.done()
 
-    def _is_told_here(self) -> bool:
-        """Say whether this is a callback of the future, which runs before the operation counts as over; local."""
+    def _is_in_callback(self) -> bool:
+        """Return True in a callback of the future, which runs before the operation counts as complete; local."""
         is_own_thread = isinstance(self._work, WorkerWork) and self._work.is_own_thread
         return is_own_thread and self._future is not None and self._future.done()
 
     def is_success(self) -> bool:
-        """Say whether the operation is complete and has not failed, without blocking."""
+        """Return True if the operation is complete and has not failed, without blocking."""
         return self._work.done() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return what the operation raised, None if nothing or if it is still under way."""
+        """Return the operation's error; None if it has none, or is not complete."""
         if not self._work.done():
             return None
         try:
@@ -106,7 +106,7 @@ class TorchWork(dist.Work):
         return None
 
     def result(self) -> list[Tensor]:
-        """Return what the operation writes; complete after `wait` only."""
+        """Return the results, which are complete after `wait` only."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -116,7 +116,7 @@ class TorchWork(dist.Work):
     block_current_stream = synchronize
 
     def source_rank(self) -> int:
-        """Wait, then return the rank that has sent what was received from any rank."""
+        """Wait, then return the source of a receive from any rank."""
         source = self._work.result()
         if not isinstance(source, int):
             raise ValueError("source_rank: expected a receive from any rank, got another operation")
@@ -126,7 +126,7 @@ class TorchWork(dist.Work):
 
 
 def complete_with(future: Future[Any], operation: Callable[[], object], value: object) -> Exception | None:
-    """Run an operation and complete a future with a value, or with what it raised, which is returned; local."""
+    """Run an operation, complete a future with a value or the operation's error, and return the error; local."""
     try:
         operation()
     except Exception as error:

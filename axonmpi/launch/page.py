@@ -175,6 +175,28 @@ class Page:
                 return GroupLog(self, slot, at)
         return GroupLog(self, _NO_GROUP, GROUPS_AT // 8 - 8)  # the last words of the header, which nobody reads
 
+    @property
+    def latest(self) -> int:
+        """Number of the latest operation."""
+        return self.words[Header.LATEST]
+
+    def seconds_in_operations(self, after: int) -> float:
+        """Return the time that this thread has spent in operations, its waits included; local.
+
+        An operation within another counts once. Operations that have left the ring are not known.
+
+        Args:
+            after: Number of the operation after which to begin.
+        """
+        nanoseconds = end = 0
+        for number in range(max(after, self.latest - OPERATIONS) + 1, self.latest + 1):
+            record = 8 * _FIRST_WORD + number % OPERATIONS * OPERATION_BYTES
+            known_as, left, _, started, thread, *_ = _OPERATION.unpack_from(self.memory, record)
+            if known_as == number and left > end and thread == threading.get_ident():
+                nanoseconds += left - max(started, end)
+                end = left
+        return nanoseconds / 1e9
+
     def under_way(self) -> list[tuple[str, int]]:
         """Return the operations that are not over of all threads but this one, with their threads; local."""
         found = []

@@ -1,4 +1,4 @@
-"""Assertions on which all ranks agree."""
+"""An assertion that fails on all ranks together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..comm import all_gather_object
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import hint
 from ..utils.text import name_ranks
-from .rank_text import group_by_text
+from .merged_texts import group_by_text
 
 
 def parallel_assert(condition: object, message: str = "", group: ProcessGroup | None = None) -> None:
@@ -16,8 +16,8 @@ def parallel_assert(condition: object, message: str = "", group: ProcessGroup | 
 
     Args:
         condition: Anything with a truth value; may differ between ranks.
-        message: What is wrong if it is false; may differ between ranks.
-        group: The ranks that must agree, named by their numbers in it; None means the default group.
+        message: The error's text if it is false; may differ between ranks.
+        group: The ranks, named by their numbers in it; None means the default group.
 
     Raises:
         TypeError: `message` is no text.

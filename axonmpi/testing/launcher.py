@@ -1,8 +1,8 @@
-"""Start an `mpirun` of a Python script and wait for it, for tests of whole jobs.
+"""Launcher of a Python script under `mpirun`, for tests of whole jobs.
 
-A test of an abort has to know the exit code, the output, the time, and whether a process was left behind. So the
-job runs in a session of its own, writes into files rather than pipes (a process left behind would hold a pipe
-open), and all of its processes have a marker in their environment by which they are found.
+A test of an abort needs the exit code, the output, the time, and the processes that are left. So the job runs in a
+session of its own, writes into files rather than pipes (a process that is left would hold a pipe open), and a
+variable in the environment of its processes identifies them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _LEAVE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How an `mpirun` ended.
+    """The end of an `mpirun`: its exit code, output and time.
 
     Attributes:
         returncode: Exit code of `mpirun`; negative: the signal that ended it.
-        stdout: What all ranks printed.
-        stderr: What all ranks and `mpirun` printed there.
+        stdout: Standard output of all ranks.
+        stderr: Standard error of all ranks and of `mpirun`.
         seconds: From start to end of `mpirun`.
-        timed_out: Whether it was ended because the time was up.
-        leftover: Processes of the job that were still there afterwards, as "id: command"; they were killed.
+        timed_out: Whether it was ended by the time-out.
+        leftover: Processes of the job that outlived `mpirun`, as "id: command"; they were killed.
     """
 
     returncode: int
@@ -65,19 +65,19 @@ def launch(
 ) -> LaunchResult:
     """Run a Python script on n ranks under `mpirun` and wait until the job is over; local.
 
-    Works inside an MPI job too: the surrounding launcher's variables are kept from the new one.
+    Works inside an MPI job too: the new job does not see the surrounding launcher's variables.
 
     Args:
-        n: Number of ranks, at least 1; may be more than there are cores.
+        n: Number of ranks, at least 1; may exceed the number of cores.
         script_or_code: A path; or source code; or an option of Python, such as `-m` with the module in `args`.
         *args: Arguments of the script.
         timeout: Seconds after which the job is ended; None never ends it.
         env: Variables to set in addition.
-        mpirun: The launcher; None finds the one that belongs to mpi4py's MPI library.
+        mpirun: The launcher; None finds the launcher of mpi4py's MPI library.
         cwd: Folder to run in, None for the current one.
 
     Returns:
-        Exit code, output, time and what was left over. A failing job is a result, not an exception.
+        Exit code, output, time and leftover processes. A failing job is a result, not an exception.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -114,7 +114,7 @@ def launch(
 
 
 def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
-    """Say what to give to Python; source code becomes a file, so that tracebacks show its lines."""
+    """Return the arguments of Python; source code becomes a file, so that tracebacks show its lines."""
     if isinstance(script_or_code, Path):
         if not script_or_code.exists():
             raise FileNotFoundError(f"script: expected a file, got {script_or_code}, which does not exist")
@@ -128,7 +128,7 @@ def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float | None, marker: str) -> bool:
-    """Wait for `mpirun`; end it with its process group if the time is up, and all if the caller is interrupted."""
+    """Wait for `mpirun`; return True after its process group was ended at the time-out. An interrupt ends all."""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -142,7 +142,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float | None, marker: str) 
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask `mpirun` and its process group to end, then make them."""
+    """End `mpirun` and its process group, by SIGTERM and then by SIGKILL."""
     for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -151,7 +151,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_leftover(marker: str) -> tuple[str, ...]:
-    """Kill and name the job's processes that do not go away by themselves."""
+    """Kill the job's processes that do not end by themselves, and return their names."""
     wait_until(lambda: not _processes_with(marker), Backoff(0, shortest=0.02), _LEAVE_SECONDS)
     found = _processes_with(marker)
     for pid in found:
@@ -161,7 +161,7 @@ def _end_leftover(marker: str) -> tuple[str, ...]:
 
 
 def _processes_with(marker: str) -> dict[int, str]:
-    """Find the processes whose environment has the marker; on systems without /proc, none."""
+    """Return the commands of the processes with the marker in their environment; none without /proc."""
     wanted = f"{_MARKER}={marker}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

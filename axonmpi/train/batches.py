@@ -1,12 +1,11 @@
-"""The sequences of a step, and their division among the replicas: the same global batch for any number of ranks.
+"""The sequences of a step and their slices, one a replica: the same global batch for any number of ranks.
 
     step s ──(seed, s)──► starts of global_batch sequences
-                          ├─ replica 0 ┤├─ replica 1 ┤      contiguous, each taken
-                          [part][part ][part ][part ]       in `accumulation` parts
+                          ├── replica 0 ──┤├── replica 1 ──┤      contiguous slices, each
+                          [batch ][batch ] [batch ][batch ]       in `accumulation` batches
 
 A replica is a rank, or several ranks that share a model and go through the same sequences. Nothing depends on
-earlier steps, so a run can begin at any step. The number of ranks decides only which rank computes what, so loss
-curves of different numbers of ranks agree to rounding.
+earlier steps, so a run can begin at any step, and loss curves of different numbers of ranks agree to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each int64 [sequences, sequence_length]."""
 
 IGNORED = -100
-"""A target that is not scored."""
+"""The target of a byte that is not scored."""
 
 
 class Stream(enum.IntEnum):
@@ -43,12 +42,12 @@ def seeded_generator(seed: int, stream: Stream, step: int = 0) -> torch.Generato
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the sequences of each step are drawn and divided.
+    """The draw of each step's sequences, and this replica's slice of them.
 
     Attributes:
         global_batch: Sequences of a step over all ranks.
         sequence_length: Bytes of input of a sequence; it also takes the byte after them, as the last target.
-        accumulation: Parts in which a replica processes its sequences of a step.
+        accumulation: Batches in which a replica processes its sequences of a step.
         replica: Number of this rank's replica.
         replicas: Number of replicas.
         seed: The run's seed.
@@ -67,22 +66,22 @@ class BatchPlan:
     unit: str = "ranks"
 
     def __post_init__(self) -> None:
-        parts = self.replicas * self.accumulation
-        if self.global_batch % parts:
-            near = max(1, round(self.global_batch / parts)) * parts
+        batches = self.replicas * self.accumulation
+        if self.global_batch % batches:
+            near = max(1, round(self.global_batch / batches)) * batches
             raise ValueError(
                 f"global_batch: expected a multiple of {self.unit} x accumulation = {self.replicas} x "
-                f"{self.accumulation} = {parts}, got {self.global_batch}: take for example {near}, or another "
+                f"{self.accumulation} = {batches}, got {self.global_batch}: take for example {near}, or another "
                 f"number of {self.unit}"
             )
 
     def starts(self, step: int, length: int) -> Tensor:
-        """Return where the sequences of a step begin in a text of `length` bytes, int64 `[global_batch]`."""
-        last = length - self.sequence_length  # the first place where no whole sequence begins
+        """Return the offsets of a step's sequences in a text of `length` bytes, int64 `[global_batch]`."""
+        stop = length - self.sequence_length  # the first offset without a full sequence after it
         generator = seeded_generator(self.seed, Stream.DATA, step)
-        return torch.randint(last, (self.global_batch,), generator=generator)
+        return torch.randint(stop, (self.global_batch,), generator=generator)
 
-    def parts(self, step: int, text: Tensor) -> Iterator[Batch]:
+    def batches(self, step: int, text: Tensor) -> Iterator[Batch]:
         """Yield this replica's inputs and targets of a step. Local.
 
         Args:
@@ -102,8 +101,8 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield the held-out inputs and targets of a replica; no two sequences of any replicas overlap. Local.
 
-    Each replica gets equally many batches, since replicas with sharded parameters go through them together. With
-    more replicas than sequences some replicas get a sequence whose targets are `IGNORED`.
+    Each replica gets equally many batches, since replicas with sharded parameters go through them together. If
+    there are more replicas than sequences, some get a sequence whose targets are `IGNORED`.
 
     Args:
         text: The held-out bytes, uint8 `[M]`, longer than `length`.

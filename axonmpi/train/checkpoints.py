@@ -1,9 +1,9 @@
-"""What a run goes on from, and what it saves.
+"""Checkpoints of a run: one to go on from, and saves during the run and at its end.
 
     axonmpi-runs/NAME/checkpoints/step-00000100     model, optimizer, random state, and the settings of the run
 
-The data of a step depend on the seed and the step only, so a run that goes on has the same ones. What else decides
-the curve has to be the same: the model, the text, the optimizer. Ranks and layout may be others.
+The data of a step depend on the seed and the step only, so a run that goes on has the same data. Model, text and
+optimizer have to be the same, too. The number of ranks and their layout may differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..across_ranks.agreement import raised_on_all
 from ..checkpoint.background import Background
 from ..checkpoint.files.state_file import STATE_FILE
 from ..checkpoint.folder import CheckpointFolder
@@ -26,7 +27,7 @@ from ..checkpoint.loading import load_checkpoint
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .config import Config
-from .report.history import METRICS, History, read_history
+from .report.metrics import METRICS, History, read_history
 
 FOLDER = "checkpoints"
 _OF_THE_RUN = ("seed", "steps", "global_batch", "dtype")
@@ -41,13 +42,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The state in which a run begins.
 
     Attributes:
         step: Steps made before.
         seconds: The time that they took.
         path: The checkpoint; None at the beginning.
-        history: What was measured in these steps.
+        history: The metrics of these steps.
     """
 
     step: int = 0
@@ -80,14 +81,12 @@ class RunCheckpoints:
     # ---- going on -------------------------------------------------------------------------------------------
 
     def find(self) -> Path | None:
-        """Return the checkpoint that the run goes on from, None if it begins anew.
-
-        An earlier run that has come to its end is then removed.
+        """Return the checkpoint to go on from; or None, after removing the checkpoints of a finished earlier run.
 
         Raises:
-            ValueError: There is no checkpoint at the given path, it is of a run with other settings, or an earlier
-                run here has not come to its end and would be lost; on all ranks.
-            CheckpointError: There are checkpoints, and none of them is whole; on all ranks.
+            ValueError: There is no checkpoint at the given path, its run had other settings, or an earlier run
+                here is not finished and would be lost; on all ranks.
+            CheckpointError: There are checkpoints, and none of them is complete; on all ranks.
         """
         resume = self._config.checkpoint.resume
         path: Path | None = None
@@ -102,13 +101,13 @@ class RunCheckpoints:
         return path
 
     def finished(self, path: Path | None) -> dict[str, Any] | None:
-        """Return the content of `summary.json` if the run has come to its end before, else None."""
+        """Return the content of `summary.json` if the run is finished, else None."""
         if path is None or self._config.checkpoint.resume != "auto":
             return None
         return self._on_first(lambda: self._summary_of(path))
 
     def load(self, path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
-        """Load a checkpoint, or with `resume = auto` and a damaged one the one before it, with a warning.
+        """Load a checkpoint; with `resume = auto`, the one before a damaged checkpoint, with a warning.
 
         Raises:
             CheckpointError: It is damaged; on all ranks.
@@ -151,7 +150,7 @@ class RunCheckpoints:
             )
 
     def _make_room(self) -> None:
-        """Remove the checkpoints of an earlier run that has come to its end; on rank 0."""
+        """Remove the checkpoints of a finished earlier run; on rank 0."""
         root = self._folder.root
         if not root.exists():
             return
@@ -163,20 +162,16 @@ class RunCheckpoints:
         shutil.rmtree(root)
 
     def _on_first(self, work: Callable[[], T]) -> T:
-        """Return on all ranks what rank 0 does, or raise on all the ValueError or OSError that it raises."""
-        value, problem = None, ""
-        if self._group.rank == 0:
-            try:
-                value = work()
-            except ValueError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"resume: {error.filename}: {error.strerror}"
-        value, problem = self._group.broadcast_object((value, problem))
-        if problem:
-            raise ValueError(problem)
-        agreed: T = value
-        return agreed
+        """Return on all ranks the result of rank 0, or raise on all its ValueError or OSError."""
+        result = None
+        with raised_on_all(self._group.backend):
+            if self._group.rank == 0:
+                try:
+                    result = work()
+                except OSError as error:
+                    raise ValueError(f"resume: {error.filename}: {error.strerror}") from error
+        shared: T = self._group.broadcast_object(result)
+        return shared
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -188,8 +183,8 @@ class RunCheckpoints:
         Args:
             step: Steps made.
             seconds: The time that they took.
-            model: What `save_checkpoint` takes.
-            optimizer: Of the model's parameters.
+            model: The wrapped model.
+            optimizer: The optimizer of its parameters.
             blocking: Whether to wait until it is complete.
 
         Raises:
@@ -203,11 +198,11 @@ class RunCheckpoints:
         return self._folder.path_of(step)
 
     def has_saved(self) -> bool:
-        """Say whether this rank has completed a save that is still to be settled; local."""
+        """Return True if this rank has completed the save under way; local."""
         return self._under_way is not None and self._under_way.done()
 
     def settle(self) -> str:
-        """Wait for the save under way, if there is one; return what went wrong, the same on all ranks."""
+        """Wait for the save under way, if there is one; return its error, empty without one; on all ranks."""
         work, self._under_way = self._under_way, None
         try:
             if work is not None:
@@ -218,7 +213,7 @@ class RunCheckpoints:
 
 
 def _decisive(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the curve."""
+    """Return the settings that decide the loss curve."""
     groups = (config.model, config.optimizer)
     names = [each.name for group in groups for each in dataclasses.fields(group)]
     settings = config.flat()
@@ -226,10 +221,10 @@ def _decisive(config: Config) -> dict[str, Any]:
 
 
 def _checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint that a path leads to: itself, or the newest one of a run or of its checkpoints."""
-    for found in (path, path / "latest", path / FOLDER / "latest"):
-        if (found / STATE_FILE).exists():
-            return found.resolve()
+    """Return the checkpoint at a path, or the newest one of a run's folder or of its folder of checkpoints."""
+    for folder in (path, path / "latest", path / FOLDER / "latest"):
+        if (folder / STATE_FILE).exists():
+            return folder.resolve()
     raise ValueError(
         f"resume: expected none, auto, or the path of a checkpoint or of the folder of a run, got {path}, which "
         f"{'has no checkpoint' if path.exists() else 'does not exist'}"

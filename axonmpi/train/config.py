@@ -2,12 +2,12 @@
 
     Config
       ├─ model      ModelConfig       the network's shape
-      ├─ text       TextConfig        the training text and the held-out part
+      ├─ text       TextConfig        the training text and the held-out text
       ├─ optimizer  OptimizerConfig   AdamW and its learning rate
       ├─ run        RunConfig         steps, batch, output files
       ├─ pipeline   PipelineConfig    stages of the model on different ranks
-      ├─ mesh       MeshConfig        replicas, and layers divided among ranks
-      └─ checkpoint CheckpointConfig  what is saved when, and what a run goes on from
+      ├─ mesh       MeshConfig        replicas, and ranks that layers are sharded on
+      └─ checkpoint CheckpointConfig  when to save, and the checkpoint to go on from
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
 `axonmpi train --help` shows the text of each under `Attributes`. A group's constructor raises `TypeError` for a
@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
+from .setting_types import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
 _HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
-# with 1 nothing is ever learned
+# with 1 the average would keep its first value
 _Decay = Annotated[float, Limit("0 to 1, and less than 1", lambda number: 0 <= number < 1)]
 
 
@@ -66,12 +66,12 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True)
 class TextConfig(Settings):
-    """The training text and the held-out part.
+    """The training text and the held-out text.
 
     Attributes:
         data: A file, or a folder whose files are read in sorted order; without it, Python's own library sources.
         data_limit: Megabytes (10^6 bytes) of text to use at most; files later in the order are left out.
-        held_out_fraction: Part of the text, in whole blocks, that is never trained on.
+        held_out_fraction: Fraction of the text, in blocks, that is never trained on.
     """
 
     data: Path | None = None
@@ -104,7 +104,7 @@ class OptimizerConfig(Settings):
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """Length of the run, division over the ranks, and output files.
+    """Length of the run, data parallelism, and output files.
 
     Attributes:
         name: Name of the run and of its folder.
@@ -113,14 +113,14 @@ class RunConfig(Settings):
         steps: Updates of the weights.
         global_batch: Sequences of each step over all ranks together, so results do not depend on the number of
             ranks.
-        accumulation: Parts in which each rank processes its sequences of a step; more parts need less memory.
+        accumulation: Batches in which each rank processes its sequences of a step; more batches need less memory.
         strategy: When gradients are averaged: while backward runs, at its end, or by one call after it.
-        fsdp: What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer
+        fsdp: Sharding over the replicas: none (data parallelism), or of parameters, gradients and optimizer
             state; parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each
             node.
-        device: Where the model computes: the CPU, or a GPU for each rank; auto means GPUs where they and NCCL are.
+        device: Device of the model: the CPU, or a GPU for each rank; auto means GPUs if there are GPUs and NCCL.
         dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
-        cpu_offload: With fsdp, what lies in files in the run's folder instead of memory, with GPUs in the CPU's
+        cpu_offload: With fsdp, the state in files in the run's folder instead of memory, with GPUs in the CPU's
             memory: parameters, or optimizer state too.
         evaluate_every: Steps between two held-out losses; 0 means only at the beginning and the end.
         held_out_sequences: Held-out sequences in each evaluation, spread evenly; 0 means all.
@@ -152,7 +152,7 @@ class RunConfig(Settings):
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The folder of the run's files."""
         return self.out or Path("axonmpi-runs") / self.name
 
     def _check(self) -> None:
@@ -168,14 +168,14 @@ class RunConfig(Settings):
 
 @dataclass(frozen=True)
 class PipelineConfig(Settings):
-    """A pipeline, whose ranks have stages of the model. With all settings at their defaults there is none.
+    """A pipeline, whose ranks have stages of the model; none with all settings at their defaults.
 
     Attributes:
         pp: Ranks of a pipeline, each with stages of the model; more ranks make several pipelines.
         schedule: Order in which the ranks of a pipeline compute; axonmpi chart draws it.
-        micro_batches: Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where
-            there are sequences enough.
-        chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1.
+        micro_batches: Micro-batches of a batch; 0 means 4 for each rank of a pipeline, if there are sequences
+            enough.
+        chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, if there are blocks enough, and else 1.
         trace: File for the times of the last step, which Perfetto and axonmpi chart open.
     """
 
@@ -187,7 +187,7 @@ class PipelineConfig(Settings):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a pipeline, be it of one rank."""
+        """Whether there is a pipeline, if only of one rank."""
         return self != PipelineConfig()
 
     def stages_per_rank(self, layers: int) -> int:
@@ -208,10 +208,9 @@ class MeshConfig(Settings):
     """The layout of the ranks: dp x tp x pp is their number.
 
     Attributes:
-        dp: Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for.
-        tp: Ranks that divide every layer of the model among them.
-        sequence_parallel: With tp, divide what is between the layers among the same ranks as well, along the
-            sequence.
+        dp: Replicas of the model, each with its slice of the batch; 0 means as many as the ranks are enough for.
+        tp: Ranks that every layer of the model is sharded on.
+        sequence_parallel: With tp, shard the activations between the layers as well, along the sequence.
     """
 
     dp: Count = 0
@@ -221,13 +220,13 @@ class MeshConfig(Settings):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Settings):
-    """What is saved when, and what a run goes on from. Checkpoints are in the folder `checkpoints` of the run.
+    """Checkpoints: when to save, and how to go on. They are in the folder `checkpoints` of the run.
 
     Attributes:
-        resume: What the run goes on from: none begins anew, auto takes the newest checkpoint of the run if there is
-            one, and else it is the path of a checkpoint, or of the folder of a run.
+        resume: The checkpoint to go on from: none begins anew, auto takes the newest checkpoint of the run if there
+            is one; else the path of a checkpoint, or of the folder of a run.
         checkpoint_every: Steps between two checkpoints; 0 means only at the end, and when the run is told to stop.
-        keep: How many checkpoints are kept, the newest ones.
+        keep: Number of checkpoints to keep, the newest.
         time_limit: Seconds after which the job is over: before that the run saves a checkpoint and stops; 0 means
             the end of the Slurm job, if this is one.
     """
@@ -309,7 +308,7 @@ class Config:
         return Config(**groups)
 
     def flat(self) -> dict[str, Any]:
-        """Return every setting by its name, with paths as text: what a TOML or JSON file can hold."""
+        """Return every setting by its name, paths as text, for a TOML or JSON file."""
         values = {name: getattr(getattr(self, group), name) for name, group in _group_of_each_setting().items()}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -322,7 +321,7 @@ class Config:
                 `text`, `optimizer`, `run`, `pipeline`, `mesh` and `checkpoint`.
 
         Raises:
-            ValueError: A name is unknown, stands in another group's table or comes twice, or a value is bad.
+            ValueError: A name is unknown, in another group's table or given twice, or a value is bad.
             TypeError: A value is of the wrong type.
         """
         return cls().replace(**_ungrouped(settings))
@@ -338,7 +337,7 @@ def _group_of_each_setting() -> dict[str, str]:
 
 
 def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Lift the settings out of their groups' tables."""
+    """Return the settings without their groups' tables."""
     groups, group_of = _groups(), _group_of_each_setting()
     flat: dict[str, Any] = {}
     for key, value in settings.items():

@@ -1,4 +1,4 @@
-"""Settings from a file."""
+"""Settings from a TOML or YAML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_config(path: str | Path) -> Config:
 
     Raises:
         ValueError: The file is missing, unreadable, malformed or of another kind; a name in it is unknown (the
-            message has similar ones), comes twice or is in the wrong table; a value is out of range or of the
+            message has similar names), is given twice or in the wrong table; a value is out of range or of the
             wrong type.
     """
     path = Path(path)

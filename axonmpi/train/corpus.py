@@ -1,11 +1,11 @@
-"""The text: bytes read from files, split into a part to train on and a part held out.
+"""The text: bytes read from files, split into a training text and a held-out text.
 
     files in sorted order ──► one string of bytes ──► equal blocks   T T T H T T T H ...
                                                        T joined: train      H joined: held out
 
-Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one and both
-parts are of the same kind. Everything is deterministic: each rank reads the text itself, and all get the same. The
-default text is the standard library of Python, which every machine has that runs this.
+Contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training sequence, and both
+texts are of the same kind. Everything is deterministic: each rank reads the text itself, and all ranks get the
+same. The default text is Python's standard library, which every machine that runs this has.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "site-packages", "tes
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts.
+    """A training text and a held-out text.
 
     Attributes:
-        source: Its origin in words.
+        source: Origin of the text, in words.
         train: The bytes to train on, uint8 `[N]`.
         held_out: The bytes never trained on, uint8 `[M]`.
         digest: SHA-256 of both, to compare between ranks.
@@ -62,11 +62,8 @@ def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
     """Read and split the text. Local: every rank reads for itself, nothing is communicated.
 
     Args:
-        config: Which text, how much of it and how much is held out.
-        sequence_length: Bytes of a training sequence; each part must hold one, and the byte after it.
-
-    Returns:
-        The corpus.
+        config: The text, its limit, and the fraction held out.
+        sequence_length: Bytes of a training sequence; each text must have one, and the byte after it.
 
     Raises:
         ValueError: The file or folder is missing, cannot be read, or holds too little text.
@@ -128,15 +125,15 @@ def _read(files: Iterable[Path], limit: int) -> Tensor:
 
 
 def split_blocks(text: Tensor, held_out_fraction: float, shortest: int) -> tuple[Tensor, Tensor]:
-    """Split a text into whole contiguous blocks, and hold out every k-th of them.
+    """Split a text into contiguous blocks, and hold out every k-th of them.
 
     Args:
         text: Bytes, uint8 `[N]`.
-        held_out_fraction: Part to hold out, more than 0 and at most 0.5; met as nearly as blocks allow.
+        held_out_fraction: Fraction to hold out, more than 0 and at most 0.5; met as nearly as blocks allow.
         shortest: Smallest number of bytes of a block.
 
     Returns:
-        The training part and the held-out part, each the blocks in their order, joined.
+        The training text and the held-out text, each the blocks in their order, joined.
 
     Raises:
         ValueError: There are not two blocks of `shortest` bytes.

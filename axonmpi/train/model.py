@@ -8,9 +8,9 @@ Position t sees bytes 0..t and predicts byte t + 1. B is the batch, T the sequen
 H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator` of the
 caller, so two models built from equal seeds are equal, in any thread and on any rank.
 
-For a pipeline the model is cut into stages of consecutive blocks; the first one also has the embedding, the
-last one the output. The code does not use the number of heads, hidden features or vocabulary rows, so ranks can
-divide them.
+For a pipeline the model is cut into stages of consecutive blocks; the first stage also has the embedding, the last
+stage the output layer. The code does not use the number of heads, hidden features or vocabulary rows, so that they
+can be sharded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     Args:
         x: `[B, H, T, C]`; channels c and c + C/2 form a pair.
-        table: What `rotation_table` returns, for at least T positions.
+        table: Cosines and sines from `rotation_table`, of at least T positions.
 
     Returns:
         A new tensor of the shape of `x`; its norm over the last dim is unchanged.
@@ -93,7 +93,7 @@ class CausalSelfAttention(nn.Module):
 
         Args:
             x: `[B, T, D]`.
-            table: The rotation table, or `None` where positions are learned.
+            table: The rotation table; None with learned positions.
 
         Returns:
             A new tensor `[B, T, D]`.
@@ -132,11 +132,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model.
+    """The full model.
 
     Args:
         config: The model's shape; also kept as `.config`.
-        generator: Source of the initial weights; `None` means a new one with seed 0.
+        generator: Source of the initial weights; None means a new generator with seed 0.
     """
 
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
@@ -151,7 +151,7 @@ class GPT(nn.Module):
         self.head = _linear(config.width, VOCABULARY_SIZE)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
-        # not a buffer: it is the same on every rank, and needs no broadcast and no place in a checkpoint
+        # not a buffer: it is the same on every rank, and needs no broadcast and no space in a checkpoint
         self.table: Tensor | None = None
         if self.positions is None:
             self.table = rotation_table(config.sequence_length, config.width // config.heads)
@@ -159,7 +159,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
-        """Fill the weights as GPT-2 does: std 0.02, and less where a layer adds to the residual stream."""
+        """Fill the weights as GPT-2 does: std 0.02, and less in layers that add to the residual stream."""
         residual_std = _INITIAL_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -195,17 +195,17 @@ class GPT(nn.Module):
         return logits
 
     def num_parameters(self) -> int:
-        """Return the number of trainable numbers, a shared one counted once."""
+        """Return the number of trainable elements, a tied parameter counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class GPTStage(nn.Module):
     """Consecutive blocks of a model, with the embedding before the first block and the output layer after the last.
 
-    All parts are the model's own, not copies, and keep their names.
+    All modules are the model's own, not copies, and keep their names.
 
     Args:
-        model: The whole model.
+        model: The full model.
         first: Number of the first block.
         stop: Number of the last block, plus one.
     """
@@ -227,7 +227,7 @@ class GPTStage(nn.Module):
 
     @property
     def content(self) -> str:
-        """Its parts in words."""
+        """The stage's modules, in words."""
         numbers = list(self.blocks)
         blocks = f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"
         parts = ("embedding", self.embedding), (blocks, self.blocks), ("output layer", self.head)
@@ -235,7 +235,7 @@ class GPTStage(nn.Module):
 
 
 def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
-    """Compute with all parts of a model or a stage: embedding, blocks, output layer."""
+    """Compute the modules of a model or a stage: embedding, blocks, output layer."""
     if parts.embedding is not None:
         x = parts.embedding(x)
         if parts.positions is not None:
@@ -250,11 +250,11 @@ def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
     return x
 
 
-def cut(model: GPT, num_stages: int) -> list[GPTStage]:
-    """Cut a model into stages of whole blocks, so that the largest stage computes as little as possible.
+def split_stages(model: GPT, num_stages: int) -> list[GPTStage]:
+    """Cut a model into stages of consecutive blocks, so that the largest stage computes as little as possible.
 
     Args:
-        model: The whole model, whose parts the stages share.
+        model: The full model, whose modules the stages share.
         num_stages: From 1 to the number of blocks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate of each step."""
+"""The optimizer, AdamW, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .config import OptimizerConfig
-from .parallel import ParallelModel
+from .parallel_model import ParallelModel
 
 
 def make_optimizer(
@@ -18,7 +18,7 @@ def make_optimizer(
     """Make AdamW, with weight decay for matrices only; local.
 
     Args:
-        model: This rank's part of the model.
+        model: The model.
         matrices: Names of the parameters that decay.
         config: The settings.
     """
@@ -35,7 +35,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
     Args:
         step: Number of the step, from 0.
-        steps: Number of steps of the run; the last one, `steps - 1`, has `lr * lr_final`.
+        steps: Number of steps of the run; the last step, `steps - 1`, has `lr * lr_final`.
         config: Highest rate, final fraction and length of the warm-up.
 
     Returns:

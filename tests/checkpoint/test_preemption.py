@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.compare import refused
-from helpers.observers import logged
+from helpers.operation_log import logged
 
 import axonmpi as ax
 

@@ -22,7 +22,7 @@ from helpers.models import (
     part_of,
     wrapped,
 )
-from helpers.observers import logged
+from helpers.operation_log import logged
 from helpers.steps import loss_of
 from torch import nn
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_of, refused
 from helpers.models import NO_SYNC, SYNCHRONOUS, TINY, batch_norm, batch_of, built, fail, large, mlp, wrapped
-from helpers.observers import logged
+from helpers.operation_log import logged
 from helpers.settings import each_pair
 from helpers.steps import adamw, loss_of, optimizer_of, sgd
 from torch import Tensor, nn

@@ -27,7 +27,7 @@ from helpers.models import (
     strided_weight,
     wrapped,
 )
-from helpers.observers import Log, logged
+from helpers.operation_log import Log, logged
 from helpers.placements import REAL
 from helpers.steps import loss_of
 from torch import Tensor, nn
@@ -39,14 +39,14 @@ from axonmpi import DDP, GradSyncStrategy, MockBackend, ReduceOp
 
 
 class Watch(Log):
-    """An observer that lets another thread wait for a number of reductions to be complete."""
+    """A log that lets another thread wait for a number of reductions to be complete."""
 
     def __init__(self) -> None:
         super().__init__()
         self._completed = threading.Semaphore(0)
 
-    def leave(self, operation: str) -> None:
-        if operation == "all_reduce":
+    def leave(self, at: int) -> None:
+        if self.calls[at][0] == "all_reduce":
             self._completed.release()
 
     def wait_until_left(self, count: int) -> bool:

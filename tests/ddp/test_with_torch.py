@@ -34,7 +34,7 @@ from helpers.models import (
     part_of,
     wrapped,
 )
-from helpers.observers import logged
+from helpers.operation_log import logged
 from helpers.settings import each_pair
 from helpers.steps import (
     accumulates_averages,

@@ -49,7 +49,7 @@ def _plain_run(config: Config) -> SimpleNamespace:
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses, norms = [], []
     for step in range(1, run.steps + 1):
-        ((inputs, targets),) = plan.parts(step, corpus.train)
+        ((inputs, targets),) = plan.batches(step, corpus.train)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -1,15 +1,20 @@
 """Pages of ranks: what is written is read, by this user alone, and what is left behind is removed."""
 
+import itertools
+import mmap
 import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import axonmpi as ax
 from axonmpi.launch import board
+from axonmpi.launch import page as rank_page
 from axonmpi.launch.page import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
@@ -53,6 +58,25 @@ def test_what_is_written_is_read(folder) -> None:
     assert (page.phase, page.current(), page.latest) == (Phase.OTHER, None, 3)
     [group] = page.groups
     assert (group.key, group.count, group.rank, group.size, group.members) == (77, 2, 1, 4, (1, 3, 5, 7))
+
+
+def test_the_time_that_a_thread_spends_in_operations(monkeypatch) -> None:
+    clock = itertools.count(step=10**9)
+    monkeypatch.setattr(rank_page, "time", SimpleNamespace(monotonic_ns=clock.__next__))
+    own = rank_page.Page(mmap.mmap(-1, rank_page.PAGE_BYTES))
+    log, told = own.join(0, 2, 77), describe("all_reduce")
+    for _ in range(OPERATIONS - 1):
+        log.leave(log.enter(told))
+    before = own.latest
+    assert own.seconds_in_operations(0) == OPERATIONS - 1
+    with log.noted(describe("wait")):  # an operation within another counts once
+        log.leave(log.enter(told))
+    with ThreadPoolExecutor() as other_thread:
+        other_thread.submit(lambda: log.leave(log.enter(told))).result()
+    log.leave(log.enter(told))
+    log.enter(told)  # not over
+    assert own.seconds_in_operations(before) == 3 + 1
+    assert own.seconds_in_operations(0) == OPERATIONS - 5 + 3 + 1  # the ring has lost the first ones
 
 
 def test_what_another_thread_does_later_is_not_where_the_rank_is(folder) -> None:

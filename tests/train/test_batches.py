@@ -17,14 +17,14 @@ def plan(replica=0, replicas=1, accumulation=1, seed=3):
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), (4, 3)])
 def test_ranks_divide_the_same_global_batch(ranks, accumulation):
-    whole = torch.cat([inputs for inputs, _ in plan().parts(5, TEXT)])
-    of_ranks = [list(plan(rank, ranks, accumulation).parts(5, TEXT)) for rank in range(ranks)]
+    whole = torch.cat([inputs for inputs, _ in plan().batches(5, TEXT)])
+    of_ranks = [list(plan(rank, ranks, accumulation).batches(5, TEXT)) for rank in range(ranks)]
     assert [len(parts) for parts in of_ranks] == [accumulation] * ranks
     assert torch.equal(torch.cat([inputs for parts in of_ranks for inputs, _ in parts]), whole.view(12, 9))
 
 
 def test_targets_are_the_following_bytes():
-    ((inputs, targets),) = plan().parts(1, TEXT)
+    ((inputs, targets),) = plan().batches(1, TEXT)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64
     assert torch.equal(targets[:, -1], TEXT[plan().starts(1, len(TEXT)) + 9].long())

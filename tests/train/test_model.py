@@ -9,7 +9,7 @@ from helpers.compare import assert_equal, refused
 from torch.nn import functional as F
 
 from axonmpi.train import GPT, ModelConfig, generate
-from axonmpi.train.model import cut, rotate, rotation_table
+from axonmpi.train.model import rotate, rotation_table, split_stages
 
 VARIANTS = [  # every two of these together
     {"positions": "rotary", "norm": "rmsnorm", "tied_embeddings": True},
@@ -100,7 +100,7 @@ def test_stages_in_a_row_are_the_model():
         model = small(layers=5, **settings)
         whole = dict(model.named_parameters(remove_duplicate=False))
         for num_stages in range(1, 6):
-            stages, x = cut(model, num_stages), tokens
+            stages, x = split_stages(model, num_stages), tokens
             for stage in stages:
                 x = stage(x)
             assert torch.equal(x, model(tokens)), (settings, num_stages)
@@ -111,7 +111,7 @@ def test_stages_in_a_row_are_the_model():
 
 def test_stages_are_of_like_work():
     def cuts(num_stages, **settings):
-        return [len(stage.blocks) for stage in cut(small(**settings), num_stages)]
+        return [len(stage.blocks) for stage in split_stages(small(**settings), num_stages)]
 
     assert cuts(4, layers=4) == [1, 1, 1, 1]
     # the embedding takes no time, and the output layer a third of a block
@@ -119,9 +119,13 @@ def test_stages_are_of_like_work():
     assert wide == [[2, 2], [3, 2], [3, 3, 2]]
     assert cuts(2, layers=4, width=16, mlp_ratio=1) == [3, 1]  # here it takes more than a block
     contents = ["embedding, blocks 0 to 1, output layer", "embedding, block 0", "block 1, output layer"]
-    assert [stage.content for number in (1, 2) for stage in cut(small(), number)] == contents
+    assert [stage.content for number in (1, 2) for stage in split_stages(small(), number)] == contents
     message = "num_stages: expected 1 to 2, a block for each, got "
-    refused(ValueError, (lambda: cut(small(), 0), f"{message}0"), (lambda: cut(small(), 3), f"{message}3"))
+    refused(
+        ValueError,
+        (lambda: split_stages(small(), 0), f"{message}0"),
+        (lambda: split_stages(small(), 3), f"{message}3"),
+    )
 
 
 def test_sampling_follows_its_seed_or_takes_the_likeliest_byte():

@@ -17,7 +17,6 @@ import torch
 
 from ...errors import AxonmpiError
 from ...launch.topology import Topology
-from ...types import Observer
 from ...utils.arguments import integer
 from ...utils.device import current_gpu, device_at, gpu_count
 from ..call import Call
@@ -173,17 +172,6 @@ class NcclBackend(NcclOperations):
     def device_count() -> int:
         """Return how many GPUs this process sees, 0 without CUDA; local."""
         return gpu_count()
-
-    @property
-    def observer(self) -> Observer | None:
-        """Told about each operation, on GPUs and on CPUs."""
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._observer = observer
-        if self.host is not None:
-            self.host.observer = observer
 
     # ---- groups -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@
 
 Markers: `ranks(*counts)`, `rank_timeout(seconds)`, `gpu`, and pytest-mpi's `mpi` (always on all ranks). Fixtures:
 `world`, `group`, `rank_count`, `shared_tmp_path`. Settings: `axonmpi_unmarked`, `axonmpi_timeout`, `axonmpi_grace`.
-This file declares them; `mock_plugin.py` and `real_plugin.py` do the work, one of them in a session.
+This file declares them; `mock_plugin.py` or `real_plugin.py` runs the tests of a session.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ...launch.variables import launched_ranks
-from .marked import (
+from .markers import (
     RANK_COUNT,
     parametrize_by_ranks,
     positive_seconds,
     refuse_examples_on_ranks,
-    skip_what_cannot_run,
+    skip_unrunnable,
     timeout_of,
 )
 from .mock_plugin import MockRanks
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the settings."""
     parser.addini(
         "axonmpi_unmarked",
-        "who runs tests without a `ranks` or `mpi` marker under mpirun: `all` ranks, or the `first` only",
+        "ranks that run tests without a `ranks` or `mpi` marker under mpirun: `all` ranks, or the `first` only",
         default="all",
     )
     parser.addini("axonmpi_timeout", "seconds after which a test on ranks is taken to be stuck", default="60")
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Keep the terminal's file descriptor, before output is captured."""
+    """Duplicate the terminal's file descriptor before output is captured."""
     if launched_ranks() > 1:
         early_config.stash[_STDERR] = os.dup(2)
     return (yield)
@@ -100,15 +100,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each number of ranks."""
+    """Make a test of each number of ranks."""
     parametrize_by_ranks(metafunc)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what cannot run here."""
-    skip_what_cannot_run(config, items, config.stash[_RANKS].real_size)
+    """Skip tests that cannot run here, and check all time limits."""
+    skip_unrunnable(config, items, config.stash[_RANKS].real_size)
     for item in items:
-        timeout_of(item)  # a wrong one is refused before anything runs
+        timeout_of(item)  # refuses a wrong limit before anything runs
         refuse_examples_on_ranks(item)
 
 

@@ -1,7 +1,7 @@
-"""The plugin's part under plain `pytest`: tests on ranks run on mock ranks, one thread each.
+"""Hooks of the plugin under plain `pytest`: tests run on mock ranks, one thread each.
 
-Fixtures are set up once, as always, and all ranks share them; only `world`, `group`, and fixtures that need one of
-them or a default world are each rank's own, see `rank_fixtures.py`.
+Fixtures are set up once, as always, and all ranks share them. Only `world`, `group`, and fixtures that need these
+or a default world are each rank's own, see `rank_fixtures.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 
 from ...errors import CommunicatorError
 from ...groups.world import World, current_world, get_world
+from ..merged_texts import merge_texts
 from ..mock_ranks import RankRun, start_ranks
-from ..rank_text import merge_texts
-from .marked import marked_rank_count, timeout_of, uses_ranks
+from .markers import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
-from .rank_fixtures import FixturesOfRank, Plan, plan_for
+from .rank_fixtures import Plan, plan_for, value_on_rank
 
 _FAILURES = pytest.StashKey[dict[int, BaseException]]()
 
@@ -30,25 +30,25 @@ class MockRanks:
     """Hooks that run tests on mock ranks."""
 
     real_size = 0
-    """Number of ranks of the job, there is none."""
+    """Number of processes under `mpirun`."""
 
     def rank_count(self, item: pytest.Item) -> int:
         """Return the number of ranks that the test runs on."""
         return marked_rank_count(item) or 1
 
     def world(self, item: pytest.Item) -> Any:
-        """Return the value of the fixture `world`: each rank's own."""
+        """Return the value of the fixture `world`, which each rank sets up for itself."""
         return Plan(get_world, {})
 
     def pytest_report_header(self) -> str:
-        """Say on what the tests run."""
+        """Return the session's line about mock ranks."""
         return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 pytest"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object | None:
-        """Put off the set-up of a fixture that asks for what each rank has of its own."""
+        """Put off the set-up of a fixture that uses a rank's own fixture."""
         if not _can_wait(fixturedef, request):
             return None
         asked = [request.getfixturevalue(name) for name in fixturedef.argnames]
@@ -93,17 +93,17 @@ class MockRanks:
 
 
 def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run the test with each rank's own world; raise what the test as a whole ends with."""
+    """Run the test with each rank's own world; raise the error or skip of the test as a whole."""
     __tracebackhide__ = True
 
     def body(world: World) -> BaseException | None:
         __tracebackhide__ = True
         try:
             with ExitStack() as stack:
-                own = FixturesOfRank(stack)
-                for value in getattr(item, "funcargs", {}).values():
-                    own.value(value)
-                test(**{name: own.value(value) for name, value in arguments.items()})
+                values: dict[Plan, Any] = {}
+                for fixture in getattr(item, "funcargs", {}).values():
+                    value_on_rank(fixture, values, stack)
+                test(**{name: value_on_rank(fixture, values, stack) for name, fixture in arguments.items()})
         except pytest.skip.Exception as skipped:
             return skipped  # not a failure that must release the other ranks
         return None
@@ -127,7 +127,7 @@ def _can_wait(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 
 
 def _without_expected(run: RankRun) -> RankRun:
-    """Leave out `pytest.xfail()` on some ranks if others failed unexpectedly."""
+    """Return the run without `pytest.xfail()` of some ranks if others failed unexpectedly."""
     unexpected = {
         rank: error for rank, error in run.causes.items() if not isinstance(error, pytest.xfail.Exception)
     }

@@ -1,7 +1,7 @@
-"""A thread on each real rank that ends the job when a test does not end.
+"""Time limits of tests on real ranks: a thread on each rank that ends the job when a test does not end.
 
-A rank that is stuck in MPI cannot say so. So each rank has a thread that knows until when the current step must be
-over. Once it is not, every rank of the node appends a report to one file beside the ranks' records:
+A rank that is stuck in MPI cannot report it. So each rank has a thread that knows the deadline of the current step.
+After the deadline, every rank of the node appends a report to one file beside the ranks' records:
 
     rank 2: a limit is over ── creates the file <── all other ranks: failure, output
     the rank that was first: prints the reports and the stacks of all ranks, ends the job
@@ -33,19 +33,19 @@ from ...observe import Condition, pages_of, stacks_of
 from ...utils import waiting
 from ...utils.pipes import wait_until_read
 from ...utils.waiting import Backoff, wait_until
-from ..rank_text import merge_texts
+from ..merged_texts import merge_texts
 from ..stacks import stack_of
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _OTHERS_SECONDS = 60.0
-"""How long a rank leaves it to the first one to end the job."""
+"""Time that a rank leaves to the first rank for ending the job."""
 _DRAIN_SECONDS = 2.0
 _RUNNERS = (
     *(f"{module.__path__[0]}/" for module in (_pytest, pluggy, pytest)),
     *(f"{Path(__file__).parents[1]}/", f"{waiting.__file__}", f'{sys.argv[0]}"', "<frozen runpy>"),
 )
-"""Beginnings of files whose frames say nothing about the code under test."""
+"""Beginnings of files of the test runner, whose frames are left out."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Limit:
 
 
 class _Report(NamedTuple):
-    """A rank's part of the text with which the job ends."""
+    """A rank's report at the end of the job."""
 
     rank: int
     reason: str
@@ -65,12 +65,12 @@ class _Report(NamedTuple):
 
 
 class Monitor:
-    """Ends the job when a limit set on any rank is over.
+    """The thread that ends the job when a time limit of any rank is over.
 
     Args:
-        rank: Of this process.
+        rank: This process's rank.
         stream: File descriptor to print to; must not be captured.
-        output: Returns what this rank printed in the current test.
+        output: Returns this rank's output in the current test.
         earlier: Returns the failures of the tests before, which are not printed yet.
     """
 
@@ -93,9 +93,9 @@ class Monitor:
         """End the job if the `with` block does not end in time; local.
 
         Args:
-            seconds: How long it may take.
-            reason: What to print then.
-            failure: How this rank has failed already, printed as well.
+            seconds: The time limit.
+            reason: Text to print when it is over.
+            failure: Text of an earlier failure of this rank, printed as well.
         """
         limit = _Limit(time.monotonic() + seconds, reason, failure)
         self._limits.append(limit)
@@ -134,7 +134,7 @@ class Monitor:
         end_job(1)
 
     def _reports(self) -> list[_Report]:
-        """Return the reports of the ranks so far, the first one first."""
+        """Return the reports of the ranks so far, in order."""
         if self._file is None:
             return []
         try:
@@ -159,7 +159,7 @@ class Monitor:
 
 
 def _of_the_test(stacks: str) -> str:
-    """Leave out frames of the test runner, the thread that asks, and threads without other frames."""
+    """Return stacks without frames of the test runner, this thread, and threads without other frames."""
     left_out = tuple(f'  File "{beginning}' for beginning in _RUNNERS)
     shown = []
     for thread in stacks.split("\n\n"):

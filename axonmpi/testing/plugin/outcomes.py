@@ -1,9 +1,9 @@
-"""How the outcomes of one test on several ranks become one report.
+"""Merged outcomes: one report from the outcomes of a test on several ranks.
 
     rank 0: passed                       failed
     rank 1: failed, assert 1 == 0   ->   ranks 1, 3: assert 1 == 0
     rank 2: failed, boom                 rank 2: boom
-    rank 3: failed, assert 1 == 0        and what each of them printed
+    rank 3: failed, assert 1 == 0        and the output of each
 
 A test fails if it fails on any rank, and passes if it passes on some and is skipped on the others. A test that is
 expected to fail does so if any rank fails as expected.
@@ -20,7 +20,7 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 from ...utils.text import name_ranks
-from ..rank_text import group_by_text
+from ..merged_texts import group_by_text
 
 FAILED, XFAILED, XPASSED_STRICT, XPASSED = "failed", "xfailed", "xpassed strictly", "xpassed"
 PASSED, SKIPPED = "passed", "skipped"
@@ -32,20 +32,20 @@ _REPORTED: dict[str, Literal["failed", "skipped", "passed"]] = {
     PASSED: "passed",
     SKIPPED: "skipped",
 }
-"""What pytest calls each kind, first the kind that decides where ranks differ."""
+"""pytest's outcome for each kind; where ranks differ, the first kind decides."""
 _STRICT = "[XPASS(strict)]"
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one phase of a test ended on one rank.
+    """The outcome of one phase of a test on one rank.
 
     Attributes:
         kind: One of `_REPORTED`.
-        headline: One line that says what failed, or why it was skipped or expected to fail.
+        headline: One line with the failure, or the reason of a skip or an expected failure.
         key: Failures with the same key are the same failure.
         text: The failure in full.
-        sections: Names and texts of what was captured.
+        sections: Names and texts of captured output.
     """
 
     kind: str
@@ -55,13 +55,13 @@ class RankOutcome:
     sections: tuple[tuple[str, str], ...] = ()
 
     def with_output(self) -> str:
-        """Return the failure in full, with what was captured."""
+        """Return the failure in full, with the captured output."""
         return "\n".join([self.text, *(f"---- {title} ----\n{text}" for title, text in self.sections)])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one phase of a test ended, for all ranks together.
+    """The outcome of one phase of a test, for all ranks together.
 
     Attributes:
         kind: One of `_REPORTED`.
@@ -78,11 +78,11 @@ class Verdict:
 
 
 class MergedFailure(TerminalRepr):
-    """What pytest prints of a failed test: each different failure once, with the ranks that saw it.
+    """pytest's representation of a failed test: each different failure once, with its ranks.
 
     Args:
         outcomes: The failures, by rank.
-        pictures: What to print in full for a rank in place of its outcome's text: pytest's own coloured form.
+        pictures: pytest's own coloured representations, by rank, printed in place of the outcome's text.
     """
 
     def __init__(self, outcomes: Mapping[int, RankOutcome], pictures: Mapping[int, Any]) -> None:
@@ -116,7 +116,7 @@ def _picture(ranks: list[int], outcomes: Mapping[int, RankOutcome], pictures: Ma
 
 
 def outcome_of(report: pytest.TestReport) -> RankOutcome:
-    """Return what this rank's own report says; local."""
+    """Return the outcome in this rank's own report; local."""
     sections = tuple(report.sections)
     expected = getattr(report, "wasxfail", None)
     if report.skipped:
@@ -135,23 +135,23 @@ def failure_of(longrepr: Any, text: str, sections: Iterable[tuple[str, str]] = (
     crash = getattr(longrepr, "reprcrash", None)
     message = text if crash is None else str(crash.message)
     headline = next((line for line in message.splitlines() if line.strip()), "failed")
-    # What follows the first line shows the values involved, and among them often the rank itself.
+    # The lines after the first show the values involved, often the rank itself.
     key = text if crash is None else f"{crash.path}:{crash.lineno}: {headline}"
     return RankOutcome(FAILED, headline, key, text, tuple(sections))
 
 
 def merge_outcomes(given: Mapping[int, RankOutcome | None]) -> Verdict:
-    """Merge the outcomes by rank; None from ranks that take no part; local."""
+    """Merge the outcomes by rank; None from ranks without the test; local."""
     outcomes = {rank: outcome for rank, outcome in given.items() if outcome is not None}
     kinds = {outcome.kind for outcome in outcomes.values()}
     return Verdict(next(kind for kind in _REPORTED if kind in kinds), outcomes)
 
 
 def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> None:
-    """Make this rank's report say what all ranks agreed on, in place; local."""
+    """Write the verdict of all ranks into this rank's report; local."""
     own = verdict.outcomes.get(rank)
     if own is not None and len(verdict.outcomes) == 1:
-        return  # the only rank of the test: its report says it all
+        return  # the report of the test's only rank is complete
     pictures = {rank: report.longrepr} if own is not None and own.kind == FAILED else {}
     decisive = verdict.decisive
     reason = _one_reason({number: outcome.headline for number, outcome in decisive.items()})
@@ -173,7 +173,7 @@ def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> Non
 
 
 def _one_reason(reasons: Mapping[int, str]) -> str:
-    """Join the ranks' reasons; the ranks are named only where they differ."""
+    """Join the ranks' reasons; the ranks are named only if reasons differ."""
     groups = group_by_text(reasons)
     if len(groups) == 1:
         return groups[0][1]

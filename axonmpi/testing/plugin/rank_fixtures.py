@@ -1,6 +1,6 @@
-"""Fixtures on mock ranks: what needs a rank is set up on each one, in its thread.
+"""Fixtures on mock ranks: those that need a rank are set up on each rank, in its thread.
 
-pytest sets fixtures up before there are ranks. There, `world` is a plan, and a fixture that asks for a plan, or
+pytest sets fixtures up before there are ranks. At that time `world` is a plan, and a fixture that uses a plan, or
 fails because there is no default world, becomes a plan too:
 
     pytest                     the test's fixtures ─ set up once ─ shared by all ranks
@@ -25,7 +25,7 @@ class Plan:
 
     Attributes:
         function: The fixture's function, bound to the test's instance.
-        arguments: The fixtures that it asks for, among them other plans.
+        arguments: Values of the fixtures that it uses, among them other plans.
     """
 
     function: Callable[..., Any]
@@ -45,28 +45,21 @@ def plan_for(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest)
     return plan
 
 
-class FixturesOfRank:
-    """One rank's own values of fixtures; used in the rank's thread, where its world is the default one.
+def value_on_rank(given: Any, values: dict[Plan, Any], stack: ExitStack) -> Any:
+    """Return this rank's value of a fixture; in the rank's thread, whose default world is the rank's.
 
     Args:
-        stack: Tears them down when it is closed.
+        given: pytest's value of the fixture: a plan, or the value that all ranks share.
+        values: The rank's values of plans so far; the new values are added.
+        stack: Tears the fixtures down when it is closed.
     """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._values: dict[Plan, Any] = {}
-
-    def value(self, given: Any) -> Any:
-        """Return this rank's value of what pytest has as the value of a fixture."""
-        if not isinstance(given, Plan):
-            return given
-        if given not in self._values:
-            self._values[given] = self._set_up(given)
-        return self._values[given]
-
-    def _set_up(self, plan: Plan) -> Any:
-        result = plan.function(**{name: self.value(argument) for name, argument in plan.arguments.items()})
-        if not inspect.isgeneratorfunction(plan.function):
-            return result
-        self._stack.callback(next, result, None)
-        return next(result)
+    if not isinstance(given, Plan):
+        return given
+    if given not in values:
+        arguments = {name: value_on_rank(value, values, stack) for name, value in given.arguments.items()}
+        result = given.function(**arguments)
+        if inspect.isgeneratorfunction(given.function):
+            stack.callback(next, result, None)
+            result = next(result)
+        values[given] = result
+    return values[given]

@@ -1,9 +1,8 @@
-"""The plugin's part under `mpirun`: tests on ranks run on the first processes of the job.
+"""Hooks of the plugin under `mpirun`: tests run on the first processes of the job.
 
-All ranks collect the same tests and go through them in step. After each phase of a test (setup, call, teardown)
-they meet and agree on its outcome, so that `-x`, the exit code and everything else is the same on all; rank 0
-prints. A rank that takes no part in a test only comes to the meetings. A monitor ends the job when a rank does not
-come.
+All ranks collect the same tests and run them in step. After each phase of a test (setup, call, teardown) rank 0
+merges the ranks' outcomes into a verdict, so that `-x`, the exit code and the reports are the same on all ranks;
+rank 0 prints. A rank that a test is not for only exchanges outcomes. A monitor ends the job when a rank is late.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from ...groups.process_group import ProcessGroup
 from ...groups.world import World, current_world, set_process_world
 from ...launch.variables import launched_ranks
 from ...observe import write_to
-from ..rank_text import merge_texts
-from .collection import merge_collected
-from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
-from .meeting import SessionEnd, SessionStoppedError
+from ..merged_texts import merge_texts
+from .markers import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .real_session import END_OF_SESSION, RealSession
+from .verdict_channel import SessionEnd, SessionStoppedError, merge_collected
 
 _ABOUT_OLD_FOLDERS = (
     r"ignore:\(rm_rf\) error removing:pytest.PytestWarning",
     "ignore:unclosed scandir iterator:ResourceWarning",
 )
-"""At its end every rank's pytest removes old temporary folders, the same ones, and warns if another was quicker."""
+"""At the end every rank's pytest removes the same old temporary folders, and warns if another rank was quicker."""
 
 
 class RealRanks:
@@ -63,7 +61,7 @@ class RealRanks:
 
     @property
     def session(self) -> RealSession:
-        """What the ranks share; there from the start of the session."""
+        """The session of all ranks, from its start."""
         assert self._session is not None
         return self._session
 
@@ -72,7 +70,7 @@ class RealRanks:
         """This process's number."""
         return self.session.world.rank
 
-    # ---- what the fixtures give -------------------------------------------------------------------------
+    # ---- values of fixtures -----------------------------------------------------------------------------
 
     def rank_count(self, item: pytest.Item) -> int:
         """Return the number of ranks that the test runs on."""
@@ -82,7 +80,7 @@ class RealRanks:
         return self.real_size if self._unmarked == "all" or is_for_all_ranks(item) else 1
 
     def world(self, item: pytest.Item) -> World | None:
-        """Return the value of the fixture `world`; None on ranks that take no part."""
+        """Return the value of the fixture `world`; None on ranks that the test is not for."""
         return self.session.subworld(self.rank_count(item))
 
     # ---- the session ------------------------------------------------------------------------------------
@@ -114,16 +112,16 @@ class RealRanks:
                 vars(plugin)["logfile"] = os.devnull
 
     def pytest_report_header(self) -> str:
-        """Say on what the tests run."""
+        """Return the session's line about real ranks."""
         who = "all ranks run" if self._unmarked == "all" else "rank 0 runs"
         return f"axonmpi: {self.real_size} ranks under MPI; {who} tests without a rank marker"
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Keep why this rank ends early."""
+        """Keep the reason of this rank's early end."""
         self._why_ended = excinfo.exconly()
 
     def pytest_internalerror(self, excrepr: object) -> None:
-        """Keep what went wrong in the test runner itself, which only rank 0 prints."""
+        """Keep an error of the test runner itself, which only rank 0 prints."""
         self._why_ended = str(excrepr)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
@@ -133,7 +131,7 @@ class RealRanks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Agree on the exit status."""
+        """Merge the exit codes of the ranks."""
         if self.session.stopped:
             return
         topic = "end of the session" + (f": {self._why_ended}" if self._why_ended else "")
@@ -151,7 +149,7 @@ class RealRanks:
             self._session.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was left out for want of ranks, and what other ranks were warned of."""
+        """Print the number of tests for more ranks than there are, and the warnings of other ranks."""
         if self._warnings_elsewhere:
             terminalreporter.section("warnings on other ranks only", "=", yellow=True)
             terminalreporter.write_line(self._warnings_elsewhere)
@@ -177,12 +175,12 @@ class RealRanks:
             items[:] = [item for item in items if (marked_rank_count(item) or 0) <= self.real_size]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what could not be collected."""
+        """Keep an error of the collection."""
         if report.failed:
             self._collection_errors.append(f"{report.nodeid}: {report.longreprtext}")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Make sure that all ranks are going to run the same tests."""
+        """Check that all ranks have collected the same tests."""
         collected = [*self._collection_errors, *(item.nodeid for item in session.items)]
         try:
             with self.session.together_at("the end of the collection"):
@@ -195,7 +193,7 @@ class RealRanks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Run the test on the ranks that it is for; the others only come to the meetings."""
+        """Run the test on the ranks that it is for; the others only exchange outcomes."""
         count, seconds = self.rank_count(item), timeout_of(item)
         self._takes_part = self.rank < count
         if not self._takes_part:
@@ -211,13 +209,13 @@ class RealRanks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note the groups before the test, so that the groups that the test makes can be released."""
+        """Keep the groups before the test, so that the test's own groups can be released."""
         self._groups_before = () if self._world is None else self._world.groups
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Agree on the outcome of a phase of the test."""
+        """Merge the ranks' outcomes of a phase of the test."""
         report = yield
         own = outcome_of(report) if self._takes_part else None
         failure = own.with_output() if own is not None and own.kind == FAILED else ""
@@ -230,7 +228,7 @@ class RealRanks:
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
         elif verdict.kind == PASSED and report.when == "call" and self._world is not None:
-            # MPI libraries have room for some thousand communicators.
+            # MPI libraries are limited to some thousand communicators.
             self._world.close_groups(keep=self._groups_before)
         return report
 
@@ -247,7 +245,7 @@ def _no_process_world() -> Iterator[None]:
 
 
 def _merge_ends(ends: dict[int, SessionEnd]) -> tuple[int, str]:
-    """Return the exit code of the lowest rank that did not end well, and the warnings that rank 0 has not seen."""
+    """Return the lowest failed rank's exit code, and the warnings that rank 0 has not had."""
     exit_code = next((ends[rank].exit_code for rank in sorted(ends) if ends[rank].exit_code), 0)
     seen = set(ends[0].warnings)
     elsewhere = {rank: "".join(text for text in end.warnings if text not in seen) for rank, end in ends.items()}

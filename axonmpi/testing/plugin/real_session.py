@@ -1,8 +1,8 @@
-"""What the ranks of a test session under `mpirun` share.
+"""The test session of all ranks under `mpirun`.
 
-The world, the meeting where ranks agree, the monitor that ends the job when a rank does not come, and the worlds of
-fewer ranks that tests run in. Smaller worlds are kept from test to test, but not after a failed test, which may
-have left messages in them.
+It has the world, the channel for verdicts, the monitor that ends the job when a rank is late, and the smaller
+worlds that tests run in. These are kept from test to test, but not after a failed test, which may have left
+messages in them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ...backends import MpiBackend
 from ...errors import CommunicatorError, LaunchError
 from ...groups.world import World
 from ...launch.exit import end_job, end_together
-from .marked import positive_seconds
-from .meeting import Meeting, SessionStoppedError
+from .markers import positive_seconds
 from .monitor import Monitor
+from .verdict_channel import SessionStoppedError, VerdictChannel
 
 END_OF_SESSION = "the end of the session"
 
 
 class RealSession:
-    """Starts MPI; `close` ends it.
+    """The session, which starts MPI; `close` ends it.
 
     Args:
-        config: Of the session.
+        config: pytest's configuration.
         stream: File descriptor of the terminal.
 
     Attributes:
         world: All ranks.
         limit: See `Monitor.limit`.
-        stopped: Whether the ranks agreed to end early, so that they are no longer in step.
+        stopped: Whether a verdict ended the session early, so that the ranks are no longer in step.
     """
 
     def __init__(self, config: pytest.Config, stream: int) -> None:
@@ -51,7 +51,7 @@ class RealSession:
         self.world = _start()
         backend = self.world.default_group.backend
         assert isinstance(backend, MpiBackend)
-        self._meeting = Meeting(backend.mpi_comm.Dup())
+        self._channel = VerdictChannel(backend.mpi_comm.Dup())
         self._monitor = Monitor(self.world.rank, stream, self._captured, self._earlier_failures)
         self.limit = self._monitor.limit
 
@@ -66,13 +66,13 @@ class RealSession:
         self._worlds.clear()
 
     def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any], failure: str = "") -> Any:
-        """Agree with all ranks, see `Meeting.agree`; a rank that has failed waits for the others a short time only.
+        """Exchange results for a verdict, see `VerdictChannel`; a failed rank waits a short time only.
 
         Args:
-            topic: What this is about.
-            own: This rank's part.
+            topic: The point of the session.
+            own: This rank's result.
             merge: Makes the verdict on rank 0.
-            failure: How this rank has failed.
+            failure: Text of this rank's failure, if it has failed.
         """
         reason = (
             f"{topic}: rank {self.world.rank} failed, and other ranks did not come to the end "
@@ -80,13 +80,13 @@ class RealSession:
         )
         with self.limit(self._grace if failure else math.inf, reason, failure):
             try:
-                return self._meeting.agree(topic, own, merge)
+                return self._channel.agree(topic, own, merge)
             except SessionStoppedError:
                 self.stopped = True
                 raise
 
     def together_at(self, place: str) -> AbstractContextManager[None]:
-        """Return a limit for how long a rank waits for the others to come to the same place of the session."""
+        """Return a limit of the time in which all ranks have to come to the same point of the session."""
         return self.limit(self._timeout, f"the ranks did not come to {place} together")
 
     def close(self) -> None:
@@ -94,17 +94,17 @@ class RealSession:
         with self.together_at(END_OF_SESSION):
             try:
                 self.world.close()
-            except CommunicatorError as error:  # what a failed test left under way will never end
+            except CommunicatorError as error:  # an operation of a failed test will never end
                 self._flush()
                 os.write(self._stream, f"axonmpi: {error}; the job is ended\n".encode())
                 end_job(1)
             self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
-                self._meeting.agree("end of MPI", None, lambda given: None)
+                self._channel.agree("end of MPI", None, lambda given: None)
                 end_together()
         self._monitor.stop()
         if not self.stopped:
-            self._meeting.comm.Free()
+            self._channel.comm.Free()
         os.close(self._stream)
 
     def _flush(self) -> None:
@@ -122,8 +122,8 @@ class RealSession:
         )
 
     def _captured(self) -> str:
-        """Return what this rank has printed in the current test."""
-        self._flush()  # the rank that ends the job may be another one
+        """Return this rank's output in the current test."""
+        self._flush()  # another rank may end the job
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         try:
             return "".join(capture.read_global_capture())
@@ -132,7 +132,7 @@ class RealSession:
 
 
 def _start() -> World:
-    """Start MPI, leaving to pytest what it does about exceptions in threads."""
+    """Start MPI, but keep pytest's hook for exceptions in threads."""
     hook = threading.excepthook
     try:
         return comm.init_process_group("mpi")

@@ -1,1 +1,1 @@
-"""What a run measures, shows and leaves behind."""
+"""The metrics of a run, its files, and its output on the terminal."""

@@ -1,15 +1,15 @@
-"""What is measured during a run: losses, speed, and time in communication."""
+"""Metrics of a run: losses, speed and the share of communication, and their file `metrics.jsonl`."""
 
 from __future__ import annotations
 
-import threading
-import time
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from ...backends import Backend
-from ...types import Observer
-
-_WINDOW = 20  # steps over which a speed is averaged
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StepMetrics:
         gradient_norm: Norm of the whole averaged gradient before clipping.
         tokens_per_second: Bytes trained on a second, over all ranks, averaged over the last 20 steps.
         communication: Share (0 to 1) of this rank's time in communication, waiting included, over the same steps;
-            with GPUs the time of the CPU, which only tells them what to do, outside of backward.
+            with GPUs the time of the CPU, which only starts their work, outside of backward. 0 on mock ranks.
         seconds: Since training began, held-out evaluations included.
     """
 
@@ -51,95 +51,77 @@ class HeldOutMetrics:
     seconds: float
 
 
-class CommunicationClock:
-    """Adds up the time that one thread spends in operations of some backends, within a `with` block.
-
-    It is an observer of the backends (see `axonmpi.Observer`). Operations of another thread do not count: they
-    overlap with computation and cost this thread nothing but its waiting, which counts. An operation inside another
-    one, of any of the backends, counts once. Earlier observers still hear everything, and come back at the end.
+def throughput(steps: Sequence[tuple[float, float]], tokens: int) -> tuple[float, float]:
+    """Return tokens a second, and the share of communication, over some steps; zeros without any; local.
 
     Args:
-        *backends: The backends to observe, each once.
-
-    Attributes:
-        seconds: Time in operations so far.
-    """
-
-    def __init__(self, *backends: Backend) -> None:
-        self.seconds = 0.0
-        self._earlier: list[tuple[Backend, Observer | None]] = [(each, None) for each in backends]
-        self._thread = 0
-        self._depth = 0
-        self._entered = 0.0
-
-    def __enter__(self) -> CommunicationClock:
-        """Begin to count, for the calling thread."""
-        self._thread = threading.get_ident()
-        self._earlier = [(backend, backend.observer) for backend, _ in self._earlier]
-        for backend, observer in self._earlier:
-            backend.observer = self if observer is None else _Both(observer, self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Stop to count."""
-        for backend, observer in self._earlier:
-            backend.observer = observer
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        """An operation begins."""
-        if threading.get_ident() == self._thread:
-            self._depth += 1
-            if self._depth == 1:
-                self._entered = time.perf_counter()
-
-    def leave(self, operation: str) -> None:
-        """An operation has ended."""
-        if threading.get_ident() == self._thread:
-            self._depth -= 1
-            if self._depth == 0:
-                self.seconds += time.perf_counter() - self._entered
-
-
-class _Both:
-    """Tells two observers; the clock counts the operation alone, not the other observer."""
-
-    def __init__(self, earlier: Observer, clock: CommunicationClock) -> None:
-        self._earlier = earlier
-        self._clock = clock
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        self._earlier.enter(operation, nbytes)
-        self._clock.enter(operation, nbytes)
-
-    def leave(self, operation: str) -> None:
-        self._clock.leave(operation)
-        self._earlier.leave(operation)
-
-
-class Speedometer:
-    """Turns step times into tokens a second and the share of communication, averaged over the last 20 steps.
-
-    Args:
+        steps: Seconds of each step, and its seconds in communication.
         tokens: Bytes trained on in a step, over all ranks.
     """
+    seconds = max(sum(step for step, _ in steps), 1e-9)
+    communication = sum(communicating for _, communicating in steps)
+    return len(steps) * tokens / seconds, min(1.0, communication / seconds)
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._steps: list[tuple[float, float]] = []
 
-    def add(self, seconds: float, communication_seconds: float) -> None:
-        """Count one step: its whole time and the part of it in communication."""
-        self._steps.append((seconds, communication_seconds))
+# ---- the file --------------------------------------------------------------------------------------------------
 
-    def recent(self) -> tuple[float, float]:
-        """Return tokens a second and the share of communication over the last steps."""
-        return self._rates(self._steps[-_WINDOW:])
 
-    def overall(self) -> tuple[float, float]:
-        """Return tokens a second and the share of communication over all steps; zeros without any."""
-        return self._rates(self._steps)
+@dataclass(frozen=True)
+class History:
+    """The steps of a run up to a checkpoint.
 
-    def _rates(self, steps: list[tuple[float, float]]) -> tuple[float, float]:
-        seconds, communication = (sum(step[column] for step in steps) for column in (0, 1))
-        seconds = max(seconds, 1e-9)
-        return len(steps) * self._tokens / seconds, min(1.0, communication / seconds)
+    Attributes:
+        steps: The steps.
+        held_out: The evaluations on held-out text.
+        lines: Both as lines of the file, in their order there.
+    """
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    held_out: list[HeldOutMetrics] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def read_history(path: Path, last: int) -> History:
+    """Read the metrics up to a step; a run that was killed may have left more lines, or half a line; local.
+
+    Args:
+        path: The file; a missing one has no lines.
+        last: Number of the last step.
+
+    Raises:
+        OSError: The file is there and cannot be read.
+    """
+    history = History()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        metrics = _parsed(line)
+        if metrics is None or metrics.step > last:
+            break
+        history.lines.append(line)
+        if isinstance(metrics, StepMetrics):
+            history.steps.append(metrics)
+        else:
+            history.held_out.append(metrics)
+    return history
+
+
+def _parsed(line: str) -> StepMetrics | HeldOutMetrics | None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        return StepMetrics(**values) if "loss" in values else HeldOutMetrics(**values)
+    except (ValueError, TypeError):
+        return None
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a file of lines atomically; local.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    fresh = path.with_name(f"{path.name}.partial")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

@@ -1,4 +1,4 @@
-"""What a run shows on rank 0 while it trains: a line that is redrawn on a terminal, else a line now and then.
+"""Displays of a run's progress: a line that is redrawn on a terminal, or a line for each tenth of the run.
 
 ━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/250  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
 """
@@ -17,10 +17,10 @@ _REDRAW_SECONDS = 0.1
 
 
 class SilentProgress:
-    """Shows nothing; the base of the kinds that do."""
+    """A display that shows nothing; the base of the others."""
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show that a step is complete."""
+        """Show a completed step."""
 
     def note(self, text: str) -> None:
         """Print a text that stays."""
@@ -30,7 +30,7 @@ class SilentProgress:
 
 
 class PlainProgress(SilentProgress):
-    """Prints the first step, each tenth of the run and the last; each line is flushed.
+    """A display that prints the first step, each tenth of the run and the last; each line is flushed.
 
     Args:
         steps: Steps of the whole run.
@@ -56,11 +56,11 @@ class PlainProgress(SilentProgress):
 
 
 class LiveProgress(SilentProgress):
-    """Redraws one line at most ten times a second, on the calling thread.
+    """A display that redraws one line at most ten times a second, on the calling thread.
 
     Args:
         steps: Steps of the whole run.
-        stream: The output, which is taken for a terminal.
+        stream: The output, assumed to be a terminal.
         width: Columns of the terminal; None means those of the environment, or 80.
     """
 
@@ -75,7 +75,7 @@ class LiveProgress(SilentProgress):
         self._bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
         self._task = self._bar.add_task("", total=steps, text="starting")
         self._bar.start()
-        self._bar.console.show_cursor()  # a hidden cursor would stay hidden where a launcher kills this process
+        self._bar.console.show_cursor()  # a hidden cursor would stay hidden if a launcher killed this process
 
     def update(self, metrics: StepMetrics) -> None:
         """Redraw, unless the last time is less than a tenth of a second ago."""
@@ -101,7 +101,7 @@ def make_progress(
 
     Args:
         mode: `"live"` redraws, `"plain"` prints a line each tenth of the run, `"off"` nothing, `"auto"` is
-            `"live"` where a terminal shows the stream, directly or through the launcher, and else `"plain"`.
+            `"live"` if a terminal shows the stream, directly or through the launcher, and else `"plain"`.
         steps: Steps of the whole run.
         stream: The output; None means `sys.stdout`.
     """

@@ -1,4 +1,4 @@
-"""What a run writes and shows; only rank 0 does. The checkpoints beside these files are of all ranks.
+"""The files of a run and its progress, both of rank 0; the checkpoints beside the files are of all ranks.
 
 axonmpi-runs/NAME/
   metrics.jsonl   a JSON object a line: the fields of `StepMetrics` for each step, which have `loss`,
@@ -14,26 +14,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...collectives.agreement import raised_on_all
 from ...groups.process_group import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
 from ...utils.text import counted, name_ranks
 from ..config import Config
-from .history import METRICS, write_lines
-from .metrics import HeldOutMetrics, StepMetrics
+from .metrics import METRICS, HeldOutMetrics, StepMetrics, write_lines
 from .progress import make_progress
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run; the same on every rank. Losses and the entropy are in nats per byte.
+    """The results of a run; the same on every rank. Losses and the entropy are in nats per byte.
 
     Attributes:
-        complete: Whether it has come to its end; else it was told to stop, and can go on from its checkpoint.
+        complete: Whether the run is finished; else it has stopped early, and can go on from its checkpoint.
         ranks: Number of ranks.
         steps: Updates of the weights, with those before the run went on.
         parameters: Trainable numbers of the model.
@@ -42,15 +43,15 @@ class Summary:
         last_loss: Training loss of the last step.
         first_held_out_loss: Held-out loss before training.
         held_out_loss: Held-out loss after training.
-        unigram_entropy: What the held-out bytes cost a model that knows only how frequent each byte is.
+        unigram_entropy: Held-out loss of a model that knows only the frequency of each byte.
         seconds: Time from the first step to the last held-out loss.
         tokens_per_second: Bytes trained on a second, over all ranks, held-out evaluations not counted; since the
             run began or went on.
         communication: Share (0 to 1) of rank 0's time of training spent in communication, waiting included; of the
-            same time.
+            same time. 0 on mock ranks.
         sample: The generated text.
-        folder: Where the run wrote.
-        device: What rank 0 computed on: the CPU, or the name of its GPU.
+        folder: Folder of the run's files.
+        device: Device of rank 0: the CPU, or the name of its GPU.
     """
 
     complete: bool
@@ -72,12 +73,12 @@ class Summary:
 
 
 class Recorder:
-    """Writes the files of a run and shows its progress.
+    """The writer of a run's files and of its progress.
 
     Args:
         config: The run's settings.
         earlier: The lines of metrics of the steps before, if the run goes on.
-        writes: False on ranks other than 0, where nothing is written or shown.
+        writes: False on ranks other than 0, which write and show nothing.
 
     Raises:
         OSError: The folder or a file in it cannot be written.
@@ -110,12 +111,12 @@ class Recorder:
             self.note(f"step {metrics.step}: held-out loss {metrics.held_out_loss:.4f} nats per byte")
 
     def sync(self) -> None:
-        """Bring the metrics to the disk, as a checkpoint is: a run that goes on needs both."""
+        """Write the metrics to the disk, as a checkpoint is: a run that goes on needs both."""
         if self._writes:
             os.fsync(self._metrics.fileno())
 
     def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
-        """Draw and describe when the ranks of a pipeline computed, beside the same without waiting; on rank 0."""
+        """Draw and describe the times of a pipeline's step, beside the same step without waiting; on rank 0."""
         if self._config.run.plot:
             draw_chart(ideal, self._folder / "pipeline.png", measured)
         trace = self._config.pipeline.trace
@@ -130,7 +131,7 @@ class Recorder:
         if self._config.run.plot:
             title = f"{self._config.run.name}: {summary.parameters:,} parameters, {counted(summary.ranks, 'rank')}"
             _plot_losses(self._folder / "loss.png", steps, held_out, summary.unigram_entropy, title)
-        # the last file: where it is, the run has come to its end
+        # the last file: its existence marks a finished run
         write_lines(self._folder / "summary.json", [content])
         self.note(_report(summary))
 
@@ -152,22 +153,17 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
         ValueError: Rank 0 cannot write to the folder or to the trace file, or a rank does not see the folder;
             raised on every rank.
     """
-    recorder, problem = None, None
     trace, folder = config.pipeline.trace, config.run.folder
-    if group.rank == 0:
-        place = f"--trace {trace}"
-        try:
-            if trace is not None:  # at the end of the run it would be too late to find out
+    recorder = None
+    with raised_on_all(group.backend):
+        if group.rank == 0 and trace is not None:  # at the end of the run it would be too late to find out
+            with _writing(f"--trace {trace}"):
                 trace.parent.mkdir(parents=True, exist_ok=True)
                 trace.touch()
                 trace.unlink()
-            place = f"--out {folder}"
-            recorder = Recorder(config, earlier, writes=True)
-        except OSError as error:
-            problem = f"{place}: cannot write there: {error.strerror or error}"
-    problem = group.broadcast_object(problem)
-    if problem is not None:
-        raise ValueError(problem)
+        if group.rank == 0:
+            with _writing(f"--out {folder}"):
+                recorder = Recorder(config, earlier, writes=True)
     if blind := [rank for rank, sees in enumerate(group.all_gather_object(folder.is_dir())) if not sees]:
         raise ValueError(
             f"--out {folder}: {name_ranks(blind)} cannot see this folder, which rank 0 has made: take one on a "
@@ -176,8 +172,17 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
     return recorder or Recorder(config, writes=False)
 
 
+@contextmanager
+def _writing(option: str) -> Iterator[None]:
+    """Turn an OSError of the block into a ValueError that names the option; local."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write there: {error.strerror or error}") from error
+
+
 def printable(text: bytes) -> str:
-    """Decode UTF-8 and replace what is not text, so that it can be shown on a terminal."""
+    """Decode UTF-8, and replace characters that a terminal obeys or cannot show."""
     decoded = text.decode("utf-8", "replace")
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "�" for sign in decoded)
 
@@ -204,7 +209,7 @@ def _plot_losses(
     unigram_entropy: float,
     title: str,
 ) -> None:
-    """Draw the training loss, the held-out loss, and the entropy that both must get below, as a PNG; local.
+    """Draw the training loss, the held-out loss, and the entropy that both have to fall below, as a PNG; local.
 
     Args:
         path: The file to write.

@@ -1,4 +1,4 @@
-"""Whether a person sees on a terminal what this process prints.
+"""Search for the terminal that shows this process's output.
 
 Under a launcher the process's own output does not tell: with MPICH it is a pipe although the launcher may print to
 a terminal, with Open MPI it is a pseudo-terminal although the launcher may print to a file. On Linux the launcher
@@ -27,7 +27,7 @@ def terminal_width(stream: TextIO, processes: Path = _PROCESSES) -> int | None:
         processes: The folder in which the system describes its processes.
 
     Returns:
-        The number of columns, or None where no terminal is known to show the stream.
+        The number of columns, or None if no terminal is known to show the stream.
     """
     try:
         shown = _output_of_launcher(stream.fileno(), processes)
@@ -40,7 +40,11 @@ def terminal_width(stream: TextIO, processes: Path = _PROCESSES) -> int | None:
 
 
 def _output_of_launcher(number: int, processes: Path) -> Path | None:
-    """Return the output of the launcher that passes on what is written to a file number; None without a launcher.
+    """Return the output of the launcher that passes on this process's output; None without a launcher.
+
+    Args:
+        number: File descriptor of this process's output.
+        processes: The folder in which the system describes its processes.
 
     Raises:
         OSError: The launcher is on another node, or a program between it and this process collects the output.

@@ -1,8 +1,10 @@
-"""How a pipeline behaves: memory that is given back, times of what has run, what an observer hears."""
+"""How a pipeline behaves: memory that is given back, times of what has run, what a rank records."""
 
+import contextlib
 import time
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -10,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.compare import assert_close, assert_same_on_all_ranks, refused
+from helpers.operation_log import Log
 from helpers.pipelines import assert_step_like_one_process, batches, block, built, computed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -142,29 +145,29 @@ def test_a_trace_shows_what_has_run(world, schedule, shared_tmp_path) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ranks_per_node", ["", "1"], ids=["one_node", "apart"])
-def test_an_observer_hears_of_sending_and_waiting(world, ranks_per_node, monkeypatch) -> None:
+def test_sending_and_waiting_are_recorded(world, ranks_per_node, monkeypatch) -> None:
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
-    heard, open_now = [], []
+    open_now = []
 
-    class Listener:
-        def enter(self, operation: str, nbytes: int) -> None:
-            open_now.append(operation)
-            heard.append((operation, nbytes))
-
-        def leave(self, operation: str) -> None:
-            assert open_now.pop() == operation
+    class WithWaits(Log):
+        @contextlib.contextmanager
+        def noted(self, description: bytes, number: int = 0) -> Iterator[None]:
+            open_now.append(at := self.enter(description))
+            yield
+            assert open_now.pop() == at
 
     group = world.new_group(range(2))
     pipeline = Pipeline.from_modules(built(block, 2), group, num_microbatches=2, loss_fn=F.mse_loss)
     inputs = torch.ones(4, 8, dtype=torch.float64)
     pipeline.train_step(inputs, inputs)
-    group.private().observer = Listener()
+    log = group.private().notes = WithWaits()
     pipeline.train_step(inputs, inputs)
-    calls = Counter(operation for operation, _ in heard)
-    sent, messages = ("send", {"send"}) if len(group.backend.node_ranks) > 1 else ("isend", {"isend", "irecv"})
+    calls = Counter(operation for operation, _ in log.calls)
+    sent, received = ("stage send", "stage recv") if len(group.backend.node_ranks) > 1 else ("isend", "irecv")
+    others = {operation for operation in calls if not operation.startswith("wait")}
     # they gather what they are about to do; nothing is learnt once more
-    assert (set(calls), calls["all_gather"], open_now) == ({"all_gather", "wait"} | messages, 1, [])
-    assert sum(nbytes for operation, nbytes in heard if operation == sent) == inputs.nbytes  # there or back
+    assert (others, calls["all_gather"], open_now) == ({"all_gather", sent, received}, 1, [])
+    assert sum(nbytes for operation, nbytes in log.calls if operation == sent) == inputs.nbytes  # there or back
 
 
 class Skips(nn.Module):

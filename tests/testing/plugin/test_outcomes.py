@@ -2,9 +2,9 @@
 
 import pytest
 
-from axonmpi.testing.plugin.collection import merge_collected
+from axonmpi.testing.merged_texts import group_by_text, merge_texts
 from axonmpi.testing.plugin.outcomes import RankOutcome, apply_verdict, merge_outcomes
-from axonmpi.testing.rank_text import group_by_text, merge_texts
+from axonmpi.testing.plugin.verdict_channel import merge_collected
 from axonmpi.utils.text import name_ranks
 
 PASSED = RankOutcome("passed")

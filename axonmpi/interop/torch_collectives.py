@@ -1,8 +1,8 @@
-"""torch's collectives in terms of a `Backend`'s: results go into tensors that the caller has.
+"""torch's collectives in terms of a `Backend`'s; results are written into the caller's tensors.
 
-A function checks its arguments on the caller's thread and returns the collective, which blocks and may be called on
-another thread. Tensors have no autograd history. Lists of tensors go as the elements of each rank by one flat
-collective, and keep the caller's shapes. `all_reduce` is the collective itself: a small one has no time to lose.
+A function checks its arguments on the caller's thread and returns the collective, which blocks and may run on
+another thread. Tensors have no autograd history. A list of tensors becomes one flat collective, and the results
+keep the shapes of the caller's tensors. `all_reduce` is the collective itself, for the latency of small ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..backends import all_reduce_coalesced as coalesced
 from ..types import ReduceOp
 from .reductions import Factor, divide, scale, scaled, summed
 
-Move = Callable[[], None]
+Collective = Callable[[], None]
 """A collective whose arguments are checked."""
 
 
@@ -32,15 +32,17 @@ def all_reduce(backend: Backend, tensor: Tensor, op: ReduceOp, factor: Factor = 
         divide([tensor], op, backend.size)
 
 
-def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None) -> Move:
-    """Reduce several tensors over all ranks, in place, as few large ones."""
+def all_reduce_coalesced(
+    backend: Backend, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None
+) -> Collective:
+    """Reduce several tensors over all ranks, in place, in few large collectives."""
 
-    def move() -> None:
+    def run() -> None:
         scale(tensors, factor)
         coalesced(backend, tensors, summed(op, *tensors))
         divide(tensors, op, backend.size)
 
-    return move
+    return run
 
 
 def _all_reduce_sparse(backend: Backend, tensor: Tensor, op: ReduceOp) -> None:
@@ -52,10 +54,10 @@ def _all_reduce_sparse(backend: Backend, tensor: Tensor, op: ReduceOp) -> None:
     tensor.copy_(torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False).coalesce())
 
 
-def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Factor) -> Move:
+def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Factor) -> Collective:
     """Reduce a tensor over all ranks, in place on the root, untouched on the others."""
 
-    def move() -> None:
+    def run() -> None:
         if backend.rank == root:
             scale([tensor], factor)
             backend.reduce(tensor, root, summed(op, tensor))
@@ -63,26 +65,26 @@ def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Fa
         else:
             backend.reduce(scaled(tensor, factor), root, summed(op, tensor))
 
-    return move
+    return run
 
 
-def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> Move:
-    """Copy each rank's tensor into one of the outputs; ranks may differ in shape, not in dtype."""
+def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> Collective:
+    """Copy each rank's tensor into one of the outputs; shapes may differ between ranks, dtypes not."""
     _check_count("all_gather", outputs, backend.size)
 
-    def move() -> None:
+    def run() -> None:
         flat = backend.all_gather(tensor.reshape(-1))
         _check_numel("all_gather", sum(output.numel() for output in outputs), flat.numel())
         parts = flat.split([output.numel() for output in outputs])
         for output, part in zip(outputs, parts, strict=True):
             output.copy_(part.view(output.shape))
 
-    return move
+    return run
 
 
 def all_gather_coalesced(
     backend: Backend, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]
-) -> list[Move]:
+) -> list[Collective]:
     """Copy the ranks' lists of tensors into one list for each rank."""
     _check_count("all_gather_coalesced", outputs, backend.size)
     return [
@@ -91,28 +93,28 @@ def all_gather_coalesced(
     ]
 
 
-def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> Move:
+def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> Collective:
     """Copy the ranks' tensors, of one shape, one after the other into the output."""
     _check_numel("all_gather_single", output.numel(), backend.size * tensor.numel())
 
-    def move() -> None:
+    def run() -> None:
         if output.is_contiguous():
             backend.all_gather_flat(output.view(-1), tensor)
         else:
             output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
 
-    return move
+    return run
 
 
 def reduce_scatter(
     backend: Backend, output: Tensor, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None
-) -> Move:
-    """Reduce one tensor for each rank over all ranks, and put the own one into the output."""
+) -> Collective:
+    """Reduce a list of one tensor for each rank over all ranks, and write this rank's result into the output."""
     _check_count("reduce_scatter", tensors, backend.size)
     _check_numel("reduce_scatter", output.numel(), tensors[backend.rank].numel())
     sizes = [tensor.numel() for tensor in tensors]
 
-    def move() -> None:
+    def run() -> None:
         target = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
         parts = [scaled(tensor, factor) for tensor in tensors]
         backend.reduce_scatter_into(target, parts, sizes, summed(op, output))
@@ -120,85 +122,85 @@ def reduce_scatter(
         if target.data_ptr() != output.data_ptr():
             output.copy_(target.view(output.shape))
 
-    return move
+    return run
 
 
 def reduce_scatter_single(
     backend: Backend, output: Tensor, tensor: Tensor, op: ReduceOp, factor: Factor = None
-) -> Move:
-    """Reduce a tensor, cut evenly, over all ranks, and put the own part into the output."""
+) -> Collective:
+    """Reduce a tensor over all ranks, and write this rank's slice of equal slices into the output."""
     _check_numel("reduce_scatter_single", tensor.numel(), backend.size * output.numel())
     return reduce_scatter(backend, output, tensor.reshape(-1).tensor_split(backend.size), op, factor)
 
 
-def gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Move:
-    """Copy each rank's tensor into one of the root's outputs; ranks may differ in shape, not in dtype."""
+def gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Collective:
+    """Copy each rank's tensor into one of the root's outputs; shapes may differ between ranks, dtypes not."""
     if backend.rank == root:
         _check_count("gather", outputs, backend.size)
 
-    def move() -> None:
+    def run() -> None:
         parts = backend.gather(tensor.reshape(-1), root)
         for output, part in zip(outputs, parts or (), strict=True):
             _check_numel("gather", output.numel(), part.numel())
             output.copy_(part.view(output.shape))
 
-    return move
+    return run
 
 
-def scatter(backend: Backend, output: Tensor, tensors: Sequence[Tensor], root: int) -> Move:
+def scatter(backend: Backend, output: Tensor, tensors: Sequence[Tensor], root: int) -> Collective:
     """Copy one of the root's tensors, all of one shape, into each rank's output."""
     if backend.rank == root:
         _check_count("scatter", tensors, backend.size)
         for tensor in tensors:
             _check_numel("scatter", output.numel(), tensor.numel())
 
-    def move() -> None:
+    def run() -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if backend.rank == root else None
         part = backend.scatter(flat, root)
         _check_numel("scatter", output.numel(), part.numel())
         output.copy_(part.view(output.shape))
 
-    return move
+    return run
 
 
-def all_to_all(backend: Backend, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Move:
-    """Send each rank one of the tensors, and copy what it sends here into one of the outputs."""
+def all_to_all(backend: Backend, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Collective:
+    """Send one tensor to each rank, and write the tensors of all ranks into the outputs."""
     _check_count("all_to_all", outputs, backend.size)
     _check_count("all_to_all", tensors, backend.size)
 
-    def move() -> None:
+    def run() -> None:
         parts = backend.all_to_all([tensor.reshape(-1) for tensor in tensors])
         for output, part in zip(outputs, parts, strict=True):
             _check_numel("all_to_all", output.numel(), part.numel())
             output.copy_(part.view(output.shape))
 
-    return move
+    return run
 
 
 def all_to_all_single(
     backend: Backend, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int]
-) -> Move:
-    """Send each rank a part of a tensor, cut along dim 0, and put the received parts one after the other.
+) -> Collective:
+    """Send each rank a slice of a tensor along dim 0, and write the received slices into the output in rank order.
 
     Args:
         backend: The ranks.
-        output: Where they go.
-        tensor: What is sent.
-        output_sizes: Size along dim 0 of what comes from each rank; none: equal parts.
-        sizes: Size along dim 0 of what goes to each rank; none: equal parts.
+        output: Receives the slices.
+        tensor: Is sent in slices.
+        output_sizes: Size along dim 0 of the slice from each rank; empty for equal slices.
+        sizes: Size along dim 0 of the slice for each rank; empty for equal slices.
     """
-    return all_to_all(backend, _cut(output, output_sizes, backend.size), _cut(tensor, sizes, backend.size))
+    return all_to_all(backend, _slices(output, output_sizes, backend.size), _slices(tensor, sizes, backend.size))
 
 
-def _cut(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
-    whole = tensor.shape[0] if tensor.dim() else 0
+def _slices(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
+    total = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
-        if whole % ranks:
-            raise ValueError(f"all_to_all_single: expected {ranks} equal parts along dim 0, got a size of {whole}")
-        sizes = [whole // ranks] * ranks
+        if total % ranks:
+            raise ValueError(f"all_to_all_single: expected {ranks} equal parts along dim 0, got a size of {total}")
+        sizes = [total // ranks] * ranks
     _check_count("all_to_all_single", sizes, ranks)
-    if sum(sizes) != whole:
-        raise ValueError(f"all_to_all_single: expected split sizes that add up to {whole}, got {sizes}")
+    if sum(sizes) != total:
+        raise ValueError(f"all_to_all_single: expected split sizes that add up to {total}, got {sizes}")
     return list(tensor.split(sizes))
 
 

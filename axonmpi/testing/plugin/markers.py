@@ -1,4 +1,4 @@
-"""A test's markers and the settings: the number of ranks, the time limit, the ranks that run it."""
+"""Markers of tests, and settings: number of ranks, time limit, skips."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from ...utils.device import gpu_count
 
 RANK_COUNT = "rank_count"
-"""The fixture through which a test is parametrised by its number of ranks."""
+"""The fixture by which a test is parametrised."""
 
 
 def parametrize_by_ranks(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each count in `@pytest.mark.ranks(1, 2, 4)`."""
+    """Make a test of each count in `@pytest.mark.ranks(1, 2, 4)`."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
@@ -37,19 +37,19 @@ def _shown(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
 
 
 def marked_rank_count(item: pytest.Item) -> int | None:
-    """Return the number of ranks that this item's `ranks` marker asks for, if it has one."""
+    """Return the number of ranks by the test's `ranks` marker, None without the marker."""
     callspec = getattr(item, "callspec", None)
     count: int | None = None if callspec is None else callspec.params.get(RANK_COUNT)
     return count
 
 
 def uses_ranks(item: pytest.Item) -> bool:
-    """Say whether the test is marked with `ranks` or asks for `world` or `group`."""
+    """Return True if the test has a `ranks` marker, or the fixture `world` or `group`."""
     return marked_rank_count(item) is not None or RANK_COUNT in getattr(item, "fixturenames", ())
 
 
 def is_for_all_ranks(item: pytest.Item) -> bool:
-    """Say whether the test has pytest-mpi's marker `mpi`."""
+    """Return True if the test has pytest-mpi's marker `mpi`."""
     return item.get_closest_marker("mpi") is not None
 
 
@@ -65,7 +65,7 @@ def refuse_examples_on_ranks(item: pytest.Item) -> None:
 
 
 def positive_seconds(config: pytest.Config, name: str) -> float:
-    """Return a setting that is a time."""
+    """Return a setting that is a time in seconds."""
     value = str(config.getini(name))
     try:
         seconds = float(value)
@@ -77,7 +77,7 @@ def positive_seconds(config: pytest.Config, name: str) -> float:
 
 
 def timeout_of(item: pytest.Item) -> float:
-    """Return the seconds after which the test is taken to be stuck; infinite under a debugger."""
+    """Return the test's time limit in seconds; infinite under a debugger."""
     if item.config.getoption("usepdb", False) or item.config.getoption("trace", False):
         return math.inf
     marker = item.get_closest_marker("rank_timeout")
@@ -92,8 +92,8 @@ def timeout_of(item: pytest.Item) -> float:
     return float(seconds)
 
 
-def skip_what_cannot_run(config: pytest.Config, items: Sequence[pytest.Item], real_ranks: int) -> None:
-    """Skip GPU tests where there is none, and do pytest-mpi's part where that is not installed.
+def skip_unrunnable(config: pytest.Config, items: Sequence[pytest.Item], real_ranks: int) -> None:
+    """Skip GPU tests without a GPU; without pytest-mpi, apply its markers.
 
     Args:
         config: Of the session.

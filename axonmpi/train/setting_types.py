@@ -1,4 +1,4 @@
-"""Groups of settings, whose types and ranges are checked when one is made."""
+"""Types of settings, and the base of groups of settings, which checks them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Limit:
 
     Attributes:
         words: The range in words.
-        holds: Says whether a number is in it.
+        holds: Returns True for a number in the range.
     """
 
     words: str
@@ -35,7 +35,7 @@ Fraction = Annotated[float, Limit("0 to 1", lambda number: 0 <= number <= 1)]
 
 @dataclass(frozen=True)
 class Settings:
-    """A group of settings: types and ranges are checked when one is made, then `_check` looks at the whole."""
+    """A group of settings, whose constructor checks types and ranges, and then calls `_check`."""
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(type(self))
@@ -48,7 +48,7 @@ class Settings:
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError where two settings contradict each other."""
+        """Raise ValueError if two settings contradict each other."""
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The description of the layout that is shown when a run begins.
+"""The table of the ranks' shards and memory that is shown when a run begins.
 
 mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
 pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*
@@ -6,8 +6,7 @@ pp  ranks    what each has                       parameters  weights  gradients 
  1  2-3 6-7  1/2 of blocks 2 to 3, output layer     106,816      0.4        1.2        0.8           1.9   4.4
 weights to all: memory in MiB that a rank is expected to need; * estimated, with micro-batches of 1 sequence
 
-Ranks that differ in their position along dp or tp only have equally much of the same stages, so there is a row for
-each position along pp.
+Ranks with the same position along pp need equally much memory, so there is a row for each position.
 
 Parameters, gradients and the optimizer's state are counted. Activations are estimated: for each position of a block
 autograd keeps these multiples of the width D, where r is `mlp_ratio`:
@@ -29,9 +28,9 @@ from dataclasses import dataclass
 from ...pipeline import Schedule, simulate
 from ...utils.text import aligned, counted, in_ranges
 from ..config import Config
-from ..layout import Layout
 from ..model import VOCABULARY_SIZE, GPTStage
-from ..parallel import Held
+from ..parallel_model import ModelMemory, ParallelModel
+from ..rank_grid import RankGrid
 
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
@@ -42,112 +41,99 @@ _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of one rank.
+class RankMemory:
+    """One rank's shard of the model, and the memory that the rank is expected to need.
 
     Attributes:
-        position: Its position along pp.
-        content: Its stages in words.
-        held: Sizes of parameters, gradients and optimizer state.
+        position: The rank's position along pp.
+        content: Its stages, or layers, in words.
+        model: Memory for parameters, gradients and optimizer state.
         activations: Estimated bytes.
     """
 
     position: int
     content: str
-    held: Held
+    model: ModelMemory
     activations: int
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        layout: Layout,
-        schedule: Schedule | None,
-        stages: Sequence[GPTStage] | None,
-        held: Held,
-    ) -> Share:
-        """Describe the part of this rank; local.
-
-        Args:
-            config: All settings.
-            layout: The rank's place.
-            schedule: The schedule of its pipeline, if there is one.
-            stages: Its stages; None means all layers.
-            held: Sizes of its parameters, gradients and optimizer state.
-        """
-        peak = 1 if schedule is None else simulate(schedule).peak_activations[layout.position]
-        activations = _bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
-        return cls(layout.position, _content(layout, stages), held, activations)
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of parameters, gradients, optimizer state and activations."""
+        return [self.model.parameters, self.model.gradients, self.model.optimizer, self.activations]
 
 
-def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shares: Sequence[Share]) -> str:
-    """Describe the mesh, the part of each rank, and the memory that it is expected to need; local.
+def rank_memory(config: Config, grid: RankGrid, schedule: Schedule | None, model: ParallelModel) -> RankMemory:
+    """Return the memory that this rank is expected to need; local.
 
     Args:
         config: All settings.
-        layout: The place of any of the ranks.
-        schedule: The schedule of a pipeline, if there is one.
-        shares: The part of each rank.
+        grid: The grid of ranks.
+        schedule: The schedule of the rank's pipeline, if there is one.
+        model: The rank's model.
     """
-    unit, size = _unit(shares)
-    rows = [_row(layout, position, shares, size) for position in range(layout.pp)]
+    peak = 1 if schedule is None else simulate(schedule).peak_activations[grid.position]
+    activations = _bytes_of_activations(config, model.stages, peak, _sequences(config, grid, schedule))
+    shard = "" if grid.tp == 1 else f"1/{grid.tp} of "
+    layers = "all layers" if model.stages is None else "; ".join(stage.content for stage in model.stages)
+    return RankMemory(grid.position, shard + layers, model.memory(), activations)
+
+
+def memory_table(config: Config, grid: RankGrid, schedule: Schedule | None, ranks: Sequence[RankMemory]) -> str:
+    """Return the table of the ranks' shards and memory; local.
+
+    Args:
+        config: All settings.
+        grid: The grid of ranks.
+        schedule: The schedule of a pipeline, if there is one.
+        ranks: The memory of each rank.
+    """
+    largest = max(sum(rank.nbytes) for rank in ranks)
+    unit, size = next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
+    rows = [_row(grid, position, ranks, size) for position in range(grid.pp)]
     if len(rows) > _MOST_ROWS:
         rows[_MOST_ROWS - 2 : -1] = [["..."] * len(rows[0])]
-    parts = "" if schedule is None else "micro-batches of "
+    batches = "" if schedule is None else "micro-batches of "
     note = (
         f"weights to all: memory in {unit} that a rank is expected to need; * estimated, with "
-        f"{parts}{counted(_sequences(config, layout, schedule), 'sequence')}"
+        f"{batches}{counted(_sequences(config, grid, schedule), 'sequence')}"
     )
-    return "\n".join([_mesh(config, layout), *aligned([("pp", "ranks", *_HEADER), *rows], left=(1, 2)), note])
+    return "\n".join([_mesh(config, grid), *aligned([("pp", "ranks", *_HEADER), *rows], left=(1, 2)), note])
 
 
-def _mesh(config: Config, layout: Layout) -> str:
-    shape = " x ".join(f"{axis} {size}" for axis, size in layout.shape.items())
-    ranks = counted(layout.dp * layout.pp * layout.tp, "rank")
-    notes = [f"mesh: {shape} = {ranks}{_order(layout)}"]
+def _mesh(config: Config, grid: RankGrid) -> str:
+    shape = " x ".join(f"{axis} {size}" for axis, size in grid.shape.items())
+    ranks = counted(grid.dp * grid.pp * grid.tp, "rank")
+    notes = [f"mesh: {shape} = {ranks}{_order(grid)}"]
     if config.run.fsdp != "none":
         notes.append(f"parameters sharded along dp ({config.run.fsdp})")
     if config.run.cpu_offload in _OFFLOADED:
         notes.append(_OFFLOADED[config.run.cpu_offload])
-    if config.mesh.sequence_parallel and layout.tp > 1:
+    if config.mesh.sequence_parallel and grid.tp > 1:
         notes.append("sequence parallel")
     return "; ".join(notes)
 
 
-def _order(layout: Layout) -> str:
+def _order(grid: RankGrid) -> str:
     """Return the numbering of the ranks, if there are several axes."""
-    first, *others = [axis for axis, size in layout.shape.items() if size > 1] or ["dp"]
+    first, *others = [axis for axis, size in grid.shape.items() if size > 1] or ["dp"]
     number = first
     for count, axis in enumerate(others, 1):
-        number = f"{number} x {layout.shape[axis]} + {axis}"
+        number = f"{number} x {grid.shape[axis]} + {axis}"
         number = f"({number})" if count < len(others) else number
     return f", rank = {number}" if others else ""
 
 
-def _content(layout: Layout, stages: Sequence[GPTStage] | None) -> str:
-    part = "" if layout.tp == 1 else f"1/{layout.tp} of "
-    return part + ("all layers" if stages is None else "; ".join(stage.content for stage in stages))
-
-
-def _unit(shares: Sequence[Share]) -> tuple[str, int]:
-    """Return a unit of memory in which the largest number is at least 1, and its bytes."""
-    largest = max(share.held.together + share.activations for share in shares)
-    return next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
-
-
-def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> list[str]:
+def _row(grid: RankGrid, position: int, ranks: Sequence[RankMemory], unit: int) -> list[str]:
     """Return the row of a position along pp; the shards of its ranks may differ a little, the largest counts."""
-    there = [share for share in shares if share.position == position]
-    held = max((share.held for share in there), key=lambda held: held.together)
-    sizes = [held.values, held.gradients, held.state, there[0].activations]
-    memory = [f"{size / unit:,.1f}" for size in [*sizes, sum(sizes)]]
-    ranks = in_ranges(layout.ranks_at(position), most=_MOST_RANGES)
-    return [str(position), ranks, there[0].content, f"{held.parameters:,}", *memory]
+    largest = max((rank for rank in ranks if rank.position == position), key=lambda rank: sum(rank.nbytes))
+    memory = [f"{size / unit:,.1f}" for size in [*largest.nbytes, sum(largest.nbytes)]]
+    numbers = in_ranges(grid.ranks_at(position), most=_MOST_RANGES)
+    return [str(position), numbers, largest.content, f"{largest.model.numel:,}", *memory]
 
 
-def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int:
+def _sequences(config: Config, grid: RankGrid, schedule: Schedule | None) -> int:
     """Return the number of sequences that a rank processes at once."""
-    count = config.run.global_batch // layout.dp // config.run.accumulation
+    count = config.run.global_batch // grid.dp // config.run.accumulation
     return count if schedule is None else -(-count // schedule.num_microbatches)
 
 
@@ -159,11 +145,11 @@ def bytes_of_position(config: Config) -> tuple[float, float]:
     model, tp = config.model, config.mesh.tp
     computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
     kept_by_norm = (2 if model.norm == "rmsnorm" else 1) * _FLOAT  # its input; for rmsnorm also input / rms
-    stream_parts = tp if config.mesh.sequence_parallel else 1
+    stream_shards = tp if config.mesh.sequence_parallel else 1
     inside = 3 + 1 + 2 * model.mlp_ratio + (3 if model.positions == "rotary" else 0)
-    stream = 2 * (kept_by_norm + computed) / stream_parts
+    stream = 2 * (kept_by_norm + computed) / stream_shards
     block = model.width * (stream + inside * computed / tp) + _FLOAT * model.heads / tp
-    output = model.width * (kept_by_norm / stream_parts + computed) + VOCABULARY_SIZE * _FLOAT / tp
+    output = model.width * (kept_by_norm / stream_shards + computed) + VOCABULARY_SIZE * _FLOAT / tp
     return block, output
 
 

@@ -1,19 +1,18 @@
-"""The layout of the ranks: which of them share a model, and which have the same part of it.
+"""The grid of the ranks along the axes dp, pp and tp, computed and checked before anything is sent.
 
-    rank = (replica * pp + position) * tp + part           8 ranks, dp = pp = tp = 2
+    rank = (replica * pp + position) * tp + shard          8 ranks, dp = pp = tp = 2
 
                  position 0        position 1
-                 part 0   part 1   part 0   part 1
-    replica 0    rank 0   rank 1   rank 2   rank 3         tp: neighbours divide every layer, as they talk most
+                 shard 0  shard 1  shard 0  shard 1
+    replica 0    rank 0   rank 1   rank 2   rank 3         tp: neighbours shard every layer, as they talk most
     replica 1    rank 4   rank 5   rank 6   rank 7         pp: ranks 0 and 2 are a pipeline, 1 and 3 another
                  a column averages its gradients           dp
 
-It is a `DeviceMesh` of the axes dp, pp and tp. The layout is computed and checked before anything is sent.
+It is the shape of a `DeviceMesh` with these axes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ _SUGGESTIONS = 6
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A rank's place among all ranks.
+class RankGrid:
+    """The sizes of the axes, and the position of this rank.
 
     Attributes:
         dp: Number of replicas of the model.
-        pp: Ranks that share the stages of a replica.
-        tp: Ranks that divide the layers of a stage.
-        rank: The rank.
+        pp: Number of ranks that a replica's stages are on.
+        tp: Number of ranks that a stage's layers are sharded on.
+        rank: This rank.
     """
 
     dp: int
@@ -44,8 +43,8 @@ class Layout:
     rank: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int, rank: int) -> Layout:
-        """Lay out `ranks` ranks as the settings say; local.
+    def of(cls, config: Config, ranks: int, rank: int) -> RankGrid:
+        """Return the grid of `ranks` ranks for these settings; local.
 
         Raises:
             ValueError: dp x tp x pp is not the number of ranks.
@@ -63,7 +62,7 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """Number of this rank's replica, which decides its part of the batch."""
+        """Number of this rank's replica, which decides its slice of the batch."""
         return self.rank // (self.pp * self.tp)
 
     @property
@@ -72,43 +71,43 @@ class Layout:
         return self.rank // self.tp % self.pp
 
     def ranks_at(self, position: int) -> list[int]:
-        """Return the ranks that have the stages of a position, or parts of them."""
+        """Return the ranks of all replicas at a position of the pipeline."""
         firsts = range(position * self.tp, self.dp * self.pp * self.tp, self.pp * self.tp)
-        return [first + part for first in firsts for part in range(self.tp)]
+        return [first + shard for first in firsts for shard in range(self.tp)]
 
 
-def plan_schedule(config: Config, layout: Layout) -> Schedule:
+def plan_schedule(config: Config, grid: RankGrid) -> Schedule:
     """Return the schedule of a step for the ranks of a pipeline; local.
 
     Raises:
         ValueError: There are more micro-batches than sequences.
     """
     run, wanted = config.run, config.pipeline
-    sequences = run.global_batch // layout.dp // run.accumulation
+    sequences = run.global_batch // grid.dp // run.accumulation
     if wanted.micro_batches > sequences:
         raise ValueError(
             f"micro_batches: expected at most global_batch / dp / accumulation = {run.global_batch} / "
-            f"{layout.dp} / {run.accumulation} = {sequences}, the sequences of a pipeline at a time, got "
+            f"{grid.dp} / {run.accumulation} = {sequences}, the sequences of a pipeline at a time, got "
             f"{wanted.micro_batches}: take fewer, or a larger global_batch"
         )
-    count = wanted.micro_batches or min(_MICRO_BATCHES_PER_RANK * layout.pp, sequences)
+    count = wanted.micro_batches or min(_MICRO_BATCHES_PER_RANK * grid.pp, sequences)
     chunks = wanted.stages_per_rank(config.model.layers)
-    return make_schedule(PipelineSchedule(wanted.schedule), layout.pp, count, chunks)
+    return make_schedule(PipelineSchedule(wanted.schedule), grid.pp, count, chunks)
 
 
-def check_nodes(layout: Layout, nodes: Sequence[int]) -> None:
+def check_nodes(grid: RankGrid, nodes: Sequence[int]) -> None:
     """Raise unless each group along dp has equally many ranks on each of its nodes, for hybrid sharding; local.
 
     Args:
-        layout: The place of any of the ranks.
+        grid: The grid, of any of the ranks.
         nodes: The node of each rank.
 
     Raises:
         ValueError: One node has more ranks of a group than another node.
     """
-    stride = layout.pp * layout.tp
+    stride = grid.pp * grid.tp
     for first in range(stride):
-        group = range(first, layout.dp * stride, stride)
+        group = range(first, grid.dp * stride, stride)
         sizes = Counter(nodes[rank] for rank in group)
         if len(set(sizes.values())) > 1:
             raise ValueError(
@@ -140,14 +139,11 @@ def _wrong_product(config: Config, ranks: int) -> str:
 
 
 def _fits(config: Config, shape: dict[str, int]) -> bool:
-    """Say whether the settings fit another shape of the mesh."""
-    model, run = config.model, config.run
-    pipeline = dataclasses.replace(config.pipeline, pp=shape["pp"])
-    sequences = run.global_batch // shape["dp"] // run.accumulation
-    divided = [model.heads, *([model.sequence_length] if config.mesh.sequence_parallel else [])]
-    return (
-        all(number % shape["tp"] == 0 for number in divided)
-        and pipeline.pp * pipeline.stages_per_rank(model.layers) <= model.layers
-        and run.global_batch % (shape["dp"] * run.accumulation) == 0
-        and pipeline.micro_batches <= sequences
-    )
+    """Return True if the settings fit another shape of the mesh."""
+    try:
+        config.replace(**shape)
+    except ValueError:
+        return False
+    batches = shape["dp"] * config.run.accumulation
+    sequences, rest = divmod(config.run.global_batch, batches)
+    return not rest and config.pipeline.micro_batches <= sequences

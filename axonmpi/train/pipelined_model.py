@@ -1,13 +1,13 @@
-"""Ranks with stages of the model, and several such pipelines side by side.
+"""The model in stages on different ranks, in one or several pipelines side by side.
 
-    global batch ──┬── replica 0    stage 0 ══► stage 1      micro-batches of its part pass the stages
+    global batch ──┬── replica 0    stage 0 ══► stage 1      micro-batches of its slice pass the stages
                    └── replica 1    stage 0 ══► stage 1
                                        │           │
                                    gradients of a stage are averaged over the replicas
 
-Every rank builds the whole model from the same seed and keeps its stages, so that training begins with the same
-values as on one rank. With tp each rank of a pipeline has its part of every layer, and the ranks with the other
-parts are the next pipeline: all of them do the same at the same time.
+Every rank builds the full model from the same seed and keeps its stages, so that training begins with the same
+values as on one rank. With tp each rank of a pipeline has its shard of every layer, and the ranks with the other
+shards are further pipelines, which run in step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..backends import Backend
 from ..mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
@@ -29,9 +28,9 @@ from ..utils.device import Device
 from ..utils.text import counted
 from .batches import IGNORED, Batch
 from .config import Config
-from .divided import joined_logits, summed_loss
-from .model import GPT, VOCABULARY_SIZE, GPTStage, cut
-from .parallel import ParallelModel, wrap
+from .model import GPT, VOCABULARY_SIZE, GPTStage, split_stages
+from .parallel_model import ParallelModel, Wrapped, wrap
+from .tensor_parallel import full_logits, summed_loss
 
 _TIED = ("embedding", "head")
 
@@ -40,29 +39,29 @@ class PipelinedModel(ParallelModel):
     """A model whose stages are on different ranks; made collectively over all ranks.
 
     Args:
-        model: The same model on every rank, or its part of all layers; the stages of other ranks are dropped.
+        model: The same on every rank, or its shard of all layers; the stages of other ranks are dropped.
         config: All settings.
         schedule: The actions of the ranks of a pipeline in a step.
         mesh: The ranks.
-        device: What the model is on.
+        device: The device of the model.
     """
 
     def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh, device: Device) -> None:
-        self._parts = config.run.accumulation
+        self._accumulation = config.run.accumulation
         self._schedule = schedule
         group = mesh.group("pp")
-        stages = cut(model, schedule.num_stages)
+        stages = split_stages(model, schedule.num_stages)
         sharded = config.run.fsdp != "none"
         ties = _ties(config, len(stages))
         if ties and sharded:  # sharding a stage frees the memory of its parameters
             model.head.weight = nn.Parameter(model.head.weight.detach().clone())
         self.opening = "\n" + _describe(config, mesh.size("dp"), schedule)
-        own = [rank == group.rank for rank in schedule.placement]
-        self.stages = [stage for stage, mine in zip(stages, own, strict=True) if mine]
-        wrapped = [
-            wrap(stage, config.run, mesh.group("dp"), _tied_parts(stage) if ties else ()) if mine else None
-            for stage, mine in zip(stages, own, strict=True)
-        ]
+        self.stages = []
+        wrapped: list[Wrapped | None] = [None] * len(stages)
+        for number, stage in enumerate(stages):
+            if schedule.placement[number] == group.rank:
+                self.stages.append(stage)
+                wrapped[number] = wrap(stage, config.run, mesh.group("dp"), _tied_modules(stage) if ties else ())
         self._pipeline = Pipeline.from_modules(
             wrapped,
             group,
@@ -71,18 +70,7 @@ class PipelinedModel(ParallelModel):
             num_microbatches=schedule.num_microbatches,
             loss_fn=self._loss,
         )
-        own_wrapped = [one for one in wrapped if one is not None]
-        length = config.model.sequence_length
-        super().__init__(self.stages, own_wrapped, mesh, device, length=length, accumulates=True)
-        # those of the pipeline's own messages, and of the ranks that have the tied embedding
-        ranks = sorted({schedule.placement[stage] for tie in ties for stage, _ in tie})
-        private = [group.private(), group.private(ranks) if len(ranks) > 1 else None]
-        self._private = [group.backend, *(backend for backend in private if backend is not None)]
-
-    @property
-    def backends(self) -> list[Backend]:
-        """The backends that it uses besides that of all ranks; some may come twice."""
-        return [*super().backends, *self._private]
+        super().__init__([stage for stage in wrapped if stage is not None], config, mesh, device)
 
     @property
     def saved(self) -> nn.Module:
@@ -90,20 +78,21 @@ class PipelinedModel(ParallelModel):
         return self._pipeline
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(logits, targets, self._mesh.group("tp")) / (targets.numel() * self._parts)
+        return summed_loss(logits, targets, self._mesh.group("tp")) / (targets.numel() * self._accumulation)
 
-    def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Send the parts through the pipeline; gradients are averaged at the end of the last part."""
+    def backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Send the batches through the pipeline; gradients are averaged at the end of the last one."""
         total = torch.zeros((), dtype=torch.float64, device=self._device.place)
-        for number, (inputs, targets) in enumerate(parts, 1):
-            with nullcontext() if number == len(parts) else self._pipeline.no_sync():
+        for number, (inputs, targets) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self._pipeline.no_sync():
                 loss = self._pipeline.train_step(inputs, targets)
             if loss is not None:
                 total += loss
-        return self._share(total / self._mesh.size("dp"))
+        return self._counted_once(total / self._mesh.size("dp"))
 
-    def _clip(self, largest: float) -> Tensor:
-        return self._pipeline.clip_grad_norm(largest, group=self._norm_group, copies=self._copies_of)
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradient, over the stages and the ranks that their parameters are sharded on."""
+        return self._pipeline.clip_grad_norm(max_norm)
 
     def score(self, batch: Batch) -> Tensor:
         """Compute the loss, on the ranks of the last stage."""
@@ -111,20 +100,20 @@ class PipelinedModel(ParallelModel):
         loss = self._pipeline.eval_step(inputs, targets)
         if loss is None:
             return torch.zeros(2, dtype=torch.float64, device=self._device.place)
-        summed = loss.double() * self._parts * targets.numel()
-        return self._share(torch.stack((summed, (targets != IGNORED).sum())))
+        summed = loss.double() * self._accumulation * targets.numel()
+        return self._counted_once(torch.stack((summed, (targets != IGNORED).sum())))
 
     def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
         output = self._pipeline(tokens)
         logits = torch.empty(VOCABULARY_SIZE, device=self._device.place)
         if output is not None:
-            logits.copy_(joined_logits(output[0, position], self._mesh.group("tp")))
+            logits.copy_(full_logits(output[0, position], self._mesh.group("tp")))
         self._pipeline.process_group.broadcast(logits, self._schedule.placement[-1])
         return logits
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
-        """Write the times at which the ranks of the first pipeline compute in the block; collective over them."""
+        """Write a trace of the computations of the first pipeline's ranks in the block; collective over them."""
         if self._mesh.rank("dp", "tp"):
             yield
             return
@@ -134,18 +123,18 @@ class PipelinedModel(ParallelModel):
         self._pipeline.record_times(False)
 
     def timelines(self, path: Path) -> tuple[Timeline, Timeline]:
-        """Read a trace: return the last step, and the same without waiting for messages; local."""
+        """Return the last step of a trace, and the same step without waiting for messages; local."""
         measured = last_step(read_trace(path), self._schedule)
         return measured, simulate(self._schedule, measured_costs(measured))
 
 
-def _tied_parts(stage: GPTStage) -> list[str]:
-    """Return the names of a stage's parts with the tied weight."""
+def _tied_modules(stage: GPTStage) -> list[str]:
+    """Return the names of a stage's modules that have the tied weight."""
     return [name for name in _TIED if getattr(stage, name) is not None]
 
 
 def _ties(config: Config, stages: int) -> list[list[tuple[int, str]]]:
-    """Return the stages and names of the tied weight, where its two uses are in different stages."""
+    """Return the stages and names of a tied weight that two stages use; empty without one."""
     if not config.model.tied_embeddings or stages == 1:
         return []
     return [[(0, "embedding.weight"), (stages - 1, "head.weight")]]

@@ -1,27 +1,48 @@
-"""The observer of a backend: told about each operation, on the thread that runs it, whether it succeeds or not."""
+"""The record of a group's operations: each is entered and left, on the thread that runs it, also if it fails."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers.compare import refused
+from helpers.operation_log import Log
 
 import axonmpi as ax
 
 pytestmark = pytest.mark.ranks(2)
 
 
-class Recorder:
-    """Keeps what it is told, with the thread."""
+class Recorder(Log):
+    """Keeps the events of the record, with the thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._seen: list[tuple[int, tuple[object, ...]]] = []
 
-    def enter(self, operation: str, nbytes: int) -> None:
-        self._seen.append((threading.get_ident(), ("enter", operation, nbytes)))
+    def _keep(self, *event: object) -> None:
+        self._seen.append((threading.get_ident(), event))
 
-    def leave(self, operation: str) -> None:
-        self._seen.append((threading.get_ident(), ("leave", operation)))
+    def enter(self, description: bytes, number: int | None = None) -> int:
+        at = super().enter(description, number)
+        self._keep("enter", *self.calls[at])
+        return at
+
+    def start(self, at: int) -> None:
+        self._keep("start", self.calls[at][0])
+
+    def leave(self, at: int) -> None:
+        self._keep("leave", self.calls[at][0])
+
+    def fail(self, at: int) -> None:
+        self._keep("fail", self.calls[at][0])
+
+    @contextlib.contextmanager
+    def noted(self, description: bytes, number: int = 0) -> Iterator[None]:
+        at = self.enter(description)
+        yield
+        self.leave(at)
 
     def take(self) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
         """Return the events since the last time: of the calling thread, and of others."""
@@ -30,10 +51,10 @@ class Recorder:
         return [event for by, event in seen if by == here], [event for by, event in seen if by != here]
 
 
-def observed(world: ax.World) -> tuple[ax.ProcessGroup, Recorder]:
-    """Make a group of all ranks that a recorder observes."""
+def recorded(world: ax.World) -> tuple[ax.ProcessGroup, Recorder]:
+    """Make a group of all ranks whose operations a recorder keeps."""
     group = world.new_group(range(world.size))
-    group.backend.observer = recorder = Recorder()
+    group.backend.notes = recorder = Recorder()
     return group, recorder
 
 
@@ -42,9 +63,9 @@ def around(operation: str, nbytes: int) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.not_over_double("sizes that receivers ask for are observed, too")
+@pytest.mark.not_over_double("sizes that receivers ask for are recorded, too")
 def test_blocking_operations_and_messages(world) -> None:
-    group, recorder = observed(world)
+    group, recorder = recorded(world)
     tensor = torch.ones(4)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for operation, name, nbytes in (
@@ -69,8 +90,8 @@ def test_blocking_operations_and_messages(world) -> None:
 
 @pytest.mark.not_over_double("no other thread runs asynchronous operations")
 def test_asynchronous_operations_and_waiting(world) -> None:
-    """The operation is observed on the thread that runs it, waiting on the thread that waits, while it lasts."""
-    group, recorder = observed(world)
+    """An operation is entered by the caller, and started and left by the thread that runs it; so is a wait."""
+    group, recorder = recorded(world)
     if world.rank == 0:
         work = group.all_reduce(torch.ones(4), async_op=True)
         with pytest.raises(ax.CollectiveTimeoutError):
@@ -80,23 +101,21 @@ def test_asynchronous_operations_and_waiting(world) -> None:
         work = group.all_reduce(torch.ones(4), async_op=True)
     work.wait()
     here, elsewhere = recorder.take()
-    assert (elsewhere, here) == (around("all_reduce", 16), around("wait", 0) * (len(here) // 2))
-    assert here or world.rank
+    assert elsewhere == [("start", "all_reduce"), ("leave", "all_reduce")]
+    assert here == [("enter", "all_reduce", 16), *around("wait", 0) * (len(here) // 2)]
     work.wait()  # complete already: there is nothing to wait for
     assert recorder.take() == ([], [])
 
 
-@pytest.mark.not_over_double("comparing the calls, which fails, is observed")
-def test_an_operation_that_fails_is_left(world) -> None:
-    group, recorder = observed(world)
+@pytest.mark.not_over_double("comparing the calls, which fails, is recorded")
+def test_an_operation_that_fails_is_recorded_as_failed(world) -> None:
+    group, recorder = recorded(world)
     refused(ax.CollectiveMismatchError, (lambda: group.all_reduce(torch.ones(3 + group.rank)), "all_reduce"))
-    assert recorder.take() == (around("all_reduce", 4 * (3 + group.rank)), [])
+    assert recorder.take() == ([("enter", "all_reduce", 4 * (3 + group.rank)), ("fail", "all_reduce")], [])
 
 
-def test_neither_wrong_arguments_nor_what_comes_without_observer(world) -> None:
-    group, recorder = observed(world)
+def test_wrong_arguments_are_not_recorded(world) -> None:
+    group, recorder = recorded(world)
     refused(ValueError, (lambda: group.broadcast(torch.ones(2), group.size), "src: expected a rank of the group"))
-    group.barrier()
-    group.backend.observer = None
     group.barrier()
     assert recorder.take() == (around("barrier", 0), [])

@@ -1,10 +1,10 @@
 """One text from the texts of several ranks.
 
-Ranks with the same text are named together, once:
-
     rank 0: "boom"                       ranks 0, 2: boom
     rank 1: "assert 1 == 2"      ->      rank 1: assert 1 == 2
     rank 2: "boom"
+
+Ranks with the same text are named together, once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def group_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def merge_texts(texts: Mapping[int, str], title: str = "") -> str:
-    """Return each different text once, under a line that names the ranks it came from; local."""
+    """Return each different text once, under a line that names its ranks; local."""
     return "\n".join(
         f"---- {title}{name_ranks(ranks)} ----\n{text.rstrip()}" for ranks, text in group_by_text(texts)
     )

@@ -1,4 +1,4 @@
-"""Which rank is where, what is said of it, and what a rank is expected to need."""
+"""The grid of ranks, and the table of their shards and memory."""
 
 import re
 
@@ -9,29 +9,29 @@ from torch.nn import functional as F
 
 from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
-from axonmpi.train.layout import Layout, check_nodes, plan_schedule
-from axonmpi.train.parallel import Held
-from axonmpi.train.report.table import Share, bytes_of_position, layout_table
+from axonmpi.train.parallel_model import ModelMemory
+from axonmpi.train.rank_grid import RankGrid, check_nodes, plan_schedule
+from axonmpi.train.report.memory_table import RankMemory, bytes_of_position, memory_table
 from axonmpi.utils.text import aligned, in_ranges
 
 
 def test_the_last_axis_are_neighbours():
     config = Config().replace(dp=2, pp=2, tp=2)
-    places = [Layout.of(config, 8, rank) for rank in range(8)]
+    places = [RankGrid.of(config, 8, rank) for rank in range(8)]
     found = [(place.replica, place.position) for place in places]
     assert found == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
     assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
-    assert Layout.of(Config().replace(tp=2), 12, 0).dp == 6
+    assert RankGrid.of(Config().replace(tp=2), 12, 0).dp == 6
 
 
 def test_replicas_that_cannot_be_sharded_within_nodes_are_an_error_on_every_rank(monkeypatch):
     config = Config().replace(fsdp="hybrid", tp=2)
-    layout = Layout.of(config, 8, 0)
-    check_nodes(layout, [0, 0, 0, 0, 1, 1, 1, 1])
-    check_nodes(layout, [0] * 8)
+    grid = RankGrid.of(config, 8, 0)
+    check_nodes(grid, [0, 0, 0, 0, 1, 1, 1, 1])
+    check_nodes(grid, [0] * 8)
     message = r"got \[3, 1\] for ranks 0, 2, 4, 6: start the job with as many ranks"
-    refused(ValueError, (lambda: check_nodes(layout, [0] * 5 + [1] * 3), message))
+    refused(ValueError, (lambda: check_nodes(grid, [0] * 5 + [1] * 3), message))
 
     def start(world):
         refused(ValueError, (lambda: Trainer(config, world), "fsdp: hybrid needs as many replicas on each node"))
@@ -63,13 +63,13 @@ SIX = "6 ranks: take for example dp x tp x pp = "
 def test_a_wrong_product_is_answered_with_valid_ones(settings, ranks, message):
     config = Config().replace(**{"global_batch": 24, "layers": 4, "heads": 4, **settings})
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        Layout.of(config, ranks, 0)
+        RankGrid.of(config, ranks, 0)
     suggestions = re.findall(r"(\d+) x (\d+) x (\d+)", str(caught.value).partition("take for example")[2])
     assert len(set(suggestions)) == len(suggestions)
     for dp, tp, pp in (map(int, suggestion) for suggestion in suggestions):
-        layout = Layout.of(config.replace(dp=dp, tp=tp, pp=pp), ranks, 0)
-        assert (layout.shape, config.run.global_batch % dp) == ({"dp": dp, "pp": pp, "tp": tp}, 0)
-        plan_schedule(config, layout)  # enough sequences for the micro-batches
+        grid = RankGrid.of(config.replace(dp=dp, tp=tp, pp=pp), ranks, 0)
+        assert (grid.shape, config.run.global_batch % dp) == ({"dp": dp, "pp": pp, "tp": tp}, 0)
+        plan_schedule(config, grid)  # enough sequences for the micro-batches
 
 
 def shown(config, ranks):
@@ -113,19 +113,19 @@ def test_what_is_shown_without_any_division(tiny):
 
 
 def test_what_lies_in_files_is_said():
-    share = Share(0, "all layers", Held(4, 16, 16, 32), 0)
+    rank = RankMemory(0, "all layers", ModelMemory(4, 16, 16, 32), 0)
     for offload, offloaded in (("full", "parameters, gradients and optimizer state"), ("params", "parameters")):
         config = Config().replace(fsdp="full", cpu_offload=offload)
-        mesh = layout_table(config, Layout.of(config, 1, 0), None, [share]).splitlines()[0]
+        mesh = memory_table(config, RankGrid.of(config, 1, 0), None, [rank]).splitlines()[0]
         assert mesh.endswith(f"along dp (full); {offloaded} offloaded")
 
 
 def test_many_ranks_are_shown_in_few_rows():
     config = Config().replace(dp=2, pp=16, tp=2, layers=16, fsdp="full")
-    held = Held(2_000_000_000, 8 << 30, 8 << 30, 16 << 30)
-    places = [Layout.of(config, 64, rank) for rank in range(64)]
-    shares = [Share(place.position, f"1/2 of block {place.position}", held, 3 << 29) for place in places]
-    table = layout_table(config, places[5], None, shares).splitlines()
+    model = ModelMemory(2_000_000_000, 8 << 30, 8 << 30, 16 << 30)
+    places = [RankGrid.of(config, 64, rank) for rank in range(64)]
+    memory = [RankMemory(place.position, f"1/2 of block {place.position}", model, 3 << 29) for place in places]
+    table = memory_table(config, places[5], None, memory).splitlines()
     assert (len(table), max(map(len, table)) <= 120) == (3 + 8, True)
     sizes = ["2,000,000,000", "8.0", "8.0", "16.0", "1.5", "33.5"]
     assert [*table[2].split()[:3], *table[2].split()[-6:]] == ["0", "0-1", "32-33", *sizes]

@@ -1,0 +1,39 @@
+"""A log of the operations that a rank runs, in place of its record."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import axonmpi as ax
+from axonmpi.launch import page
+
+
+class Log(page.NoLog):
+    """Keeps the name and bytes of each operation, waits left out; `enter` returns an index of `calls`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def enter(self, description: bytes, number: int | None = None) -> int:
+        self.calls.append(name_and_bytes(description))
+        return len(self.calls) - 1
+
+    def fail(self, at: int) -> None:
+        self.leave(at)
+
+
+def name_and_bytes(description: bytes) -> tuple[str, int]:
+    """Return the operation's name and the bytes of the rank's tensor, as `describe` has packed them."""
+    fields = page._DESCRIPTION.unpack(description)
+    return fields[0].rstrip(b"\0").decode(), fields[6]
+
+
+@contextlib.contextmanager
+def logged(world: ax.World, log: Any = None) -> Iterator[Any]:
+    """Log the operations that this rank runs, on mock and on real ranks."""
+    backend = world.default_group.backend
+    notes, backend.notes = backend.notes, Log() if log is None else log
+    try:
+        yield backend.notes
+    finally:
+        backend.notes = notes
