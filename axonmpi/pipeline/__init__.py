@@ -7,7 +7,7 @@ from .pipeline import Pipeline
 from .randomness import microbatch_seed
 from .runtime.stage import PipelineStage, Synchronized
 from .schedule.actions import Action, ActionKind, Schedule, parse_action
-from .schedule.grid import ScheduleError
+from .schedule.schedule_error import ScheduleError
 from .schedule.schedules import PipelineSchedule, make_schedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span, Timeline

@@ -31,7 +31,6 @@ from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
-from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .runtime.executor import Executor
 from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
@@ -43,6 +42,7 @@ from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
+from .stage_layout import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .state_names import StateNames, state_names
 from .ties import Tie, shared_parameters, tie_parameters
 

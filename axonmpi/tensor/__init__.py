@@ -30,7 +30,7 @@ from .plan import (
 from .presets import preset
 from .regions import enter, join_sequence, leave, split_sequence
 from .shards import Shard, Sharded
-from .state import copies, full_state_dict, load_full_state_dict, local_state_dict
+from .state_dicts import copies, full_state_dict, load_full_state_dict, local_state_dict
 
 __all__ = [
     "Assign",

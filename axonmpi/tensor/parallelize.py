@@ -6,7 +6,7 @@
       ▼
     the same model: layers replaced by parallel ones with this rank's shards, hooks where the sequence is divided
 
-Names of modules and parameters stay, so that `state.py` finds the way back to the whole.
+Names of modules and parameters stay, so that `state_dicts.py` finds the way back to the whole.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..collectives.agreement import check_same, check_same_model, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer
+from .apply_styles import REPLACING, Setting, change, planned, replacement
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
-from .styling import REPLACING, Setting, change, planned, replacement
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -8,7 +8,7 @@
         "blocks.*.norm?": "sequence",                each has a style, or a list of styles
     }
 
-A style is a small frozen dataclass with a short form. styling.py applies the styles; this file names and reads
+A style is a small frozen dataclass with a short form. apply_styles.py applies the styles; this file names and reads
 them, and finds their modules. A pattern that matches nothing is an error: a model that is cut in part is wrong.
 """
 

@@ -31,7 +31,7 @@ from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags, either_group_name
-from .product import Gathering, apply, gathered, is_differentiated
+from .overlapped_linear import Gathering, apply, gathered, is_differentiated
 from .shards import Shard
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..groups.process_group import ProcessGroup
 from ..tensor.layers.loss import parallel_cross_entropy
 from ..tensor.parallelize import tensor_parallelize
-from ..tensor.state import copies
+from ..tensor.state_dicts import copies
 from .batches import IGNORED
 from .model import GPT, VOCABULARY_SIZE
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...utils.arguments import check_flags
 from .actions import Action, ActionKind, Datum, Schedule
-from .grid import fault
+from .schedule_error import fault
 from .timeline import Span, Timeline
 
 Cost = float | Sequence[float]

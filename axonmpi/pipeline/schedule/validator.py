@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .actions import Action, ActionKind, Datum, Schedule, check_edges
-from .grid import ScheduleError, fault
+from .schedule_error import ScheduleError, fault
 from .simulator import simulate
 
 _WHOLE, _HALVES = ActionKind.BACKWARD, (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)

@@ -19,7 +19,7 @@ from ...utils.arguments import check_flags, either_group_name, integer
 from ...utils.device import device_at
 from ..regions import check_sequence, leave
 from ..shards import Shard
-from .layer import ShardedLayer, group_third
+from .sharded_layer import ShardedLayer, group_third
 
 _ID_DTYPES = (torch.int64, torch.int32)
 

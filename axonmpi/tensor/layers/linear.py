@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
-from ..product import entered_product, summed_product
+from ..overlapped_linear import entered_product, summed_product
 from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard, check_divides
-from .layer import ShardedLayer, group_third
+from .sharded_layer import ShardedLayer, group_third
 
 _Layer = TypeVar("_Layer", bound="_ParallelLinear")
 

@@ -23,7 +23,7 @@ from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
 from ...utils.device import device_at
-from ..product import apply
+from ..overlapped_linear import apply
 from ..regions import check_sequence, split_sequence
 
 _REDUCTIONS = ("mean", "sum", "none")
