@@ -42,7 +42,7 @@ from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
-from .stage_layout import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
+from .stage_layout import ScheduleMaker, chosen_schedule, make_layout, own_modules, placement_for
 from .state_names import StateNames, state_names
 from .ties import Tie, shared_parameters, tie_parameters
 
@@ -105,14 +105,14 @@ class Pipeline(nn.Module, ClipsGradients):
             integer("num_microbatches", num_microbatches, minimum=1)
             check_functions(loss_fn=loss_fn, loss_weight=loss_weight)
             modules = own_modules(stages, self._group)
-            plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
+            layout = make_layout(stages, self._group, schedule, modules, skips, ties, seed)
         what = "the arguments of Pipeline are not the same on all ranks"
-        check_same(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
-        self._plan = plan
+        check_same(backend, layout.described(), what, "Give all ranks of the pipeline the same arguments.")
+        self._layout = layout
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
         self._runs = {stage: StageRun(module) for stage, module in modules.items()}
-        self._tied = tie_parameters(plan.ties, plan.placement, modules, self._group, backend)
-        self._transport = Transport(backend, plan.placement, plan.edges)
+        self._tied = tie_parameters(layout.ties, layout.placement, modules, self._group, backend)
+        self._transport = Transport(backend, layout.placement, layout.edges)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._forms: dict[tuple[Header, ...], Forms] = {}
         self._shares = True
@@ -160,22 +160,22 @@ class Pipeline(nn.Module, ClipsGradients):
     @property
     def num_stages(self) -> int:
         """Number of stages, on all ranks."""
-        return len(self._plan.placement)
+        return len(self._layout.placement)
 
     @property
     def schedule(self) -> PipelineSchedule | ScheduleMaker:
         """The order in which the ranks compute."""
-        return self._plan.schedule
+        return self._layout.schedule
 
     @property
     def has_first_stage(self) -> bool:
         """Whether the input is needed on this rank."""
-        return self._plan.placement[0] == self._group.rank
+        return self._layout.placement[0] == self._group.rank
 
     @property
     def has_last_stage(self) -> bool:
         """Whether the target is needed, and output and loss are returned, on this rank."""
-        return self._plan.placement[-1] == self._group.rank
+        return self._layout.placement[-1] == self._group.rank
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Pipeline(nn.Module, ClipsGradients):
     @property
     def ties(self) -> list[Tie]:
         """The stages and names of each parameter that several stages share, the first stage first."""
-        return [tuple(sorted(tie)) for tie in self._plan.ties]
+        return [tuple(sorted(tie)) for tie in self._layout.ties]
 
     def state_names(self) -> StateNames:
         """Return the names of all stages' tensors in the whole model; collective the first time."""
@@ -332,7 +332,7 @@ class Pipeline(nn.Module, ClipsGradients):
         Executor(
             schedule,
             self._group.rank,
-            self._plan.skips,
+            self._layout.skips,
             self._runs,
             wires,
             forms,
@@ -364,7 +364,7 @@ class Pipeline(nn.Module, ClipsGradients):
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         key = num_microbatches, trains
         if key not in self._schedules:
-            self._schedules[key] = self._plan.schedule_for(num_microbatches, trains=trains)
+            self._schedules[key] = self._layout.schedule_for(num_microbatches, trains=trains)
         return self._schedules[key]
 
     def _step(self, mode: Mode, input: Any, target: Any, count: int) -> Step:
@@ -377,6 +377,6 @@ class Pipeline(nn.Module, ClipsGradients):
             targets,
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
-            seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
-            place=self._backend.place,
+            seed=None if self._layout.seed is None else (self._layout.seed, self.steps),
+            device=self._backend.place,
         )

@@ -43,20 +43,20 @@ class RandomStream:
     Args:
         states: Of torch's generators on the CPU and, if stages compute there, on the GPU, [bytes] uint8 each,
             on the CPU; None leaves random numbers to the process.
-        place: The device of the stages.
+        device: The device of the stages.
 
     Attributes:
         states: The same, after the draws so far.
     """
 
-    def __init__(self, states: Sequence[Tensor] | None, place: torch.device) -> None:
+    def __init__(self, states: Sequence[Tensor] | None, device: torch.device) -> None:
         self.states = states
-        self._place = place
+        self._device = device
 
     @classmethod
-    def seeded(cls, seed: int, place: torch.device) -> RandomStream:
+    def seeded(cls, seed: int, device: torch.device) -> RandomStream:
         """Make the stream that begins as after `torch.manual_seed(seed)`; local."""
-        return cls([torch.Generator(each).manual_seed(seed).get_state() for each in _places(place)], place)
+        return cls([torch.Generator(each).manual_seed(seed).get_state() for each in _devices(device)], device)
 
     @contextmanager
     def drawn_from(self, *, alone: bool) -> Iterator[None]:
@@ -77,13 +77,13 @@ class RandomStream:
 
     def _exchange(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Set the states of the generators; return those before."""
-        generators = [device_at(each) for each in _places(self._place)]
+        generators = [device_at(each) for each in _devices(self._device)]
         before = [generator.random_state() for generator in generators]
         for generator, state in zip(generators, states, strict=True):
             generator.set_random_state(state.clone())
         return before
 
 
-def _places(place: torch.device) -> list[torch.device]:
+def _devices(device: torch.device) -> list[torch.device]:
     """Return the devices that a stage draws on: the CPU, and its own."""
-    return list(dict.fromkeys((torch.device("cpu"), place)))
+    return list(dict.fromkeys((torch.device("cpu"), device)))

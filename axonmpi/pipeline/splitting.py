@@ -247,8 +247,8 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
 
 def _now(value: Any) -> int:
     """Return the time in nanoseconds once `value` is computed, also on a device."""
-    for place in {tensor.device for tensor in pack(value)[1]}:
-        device_at(place).synchronize()
+    for device in {tensor.device for tensor in pack(value)[1]}:
+        device_at(device).synchronize()
     return perf_counter_ns()
 
 
@@ -259,7 +259,7 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
     attributes = [value for module in model.modules() for value in vars(module).values()]
     states = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
     copies: dict[int, Tensor] = {}
-    generators = [device_at(place) for place in {torch.device("cpu"), *devices}]
+    generators = [device_at(device) for device in {torch.device("cpu"), *devices}]
     drawn = [(generator, generator.random_state()) for generator in generators]
     try:
         for module, before in buffers:

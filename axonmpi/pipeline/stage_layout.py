@@ -23,7 +23,7 @@ ScheduleMaker = Callable[[int], Schedule]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StageLayout:
     """The layout of a pipeline, the same on all ranks.
 
     Attributes:
@@ -199,7 +199,7 @@ def _check_tie(tie: Tie, num_stages: int, modules: Mapping[int, nn.Module]) -> N
         raise ValueError(f"ties: expected parameters of several stages, got {list(tie)}")
 
 
-def lay_out(
+def make_layout(
     stages: Sequence[PipelineStage],
     group: ProcessGroup,
     schedule: PipelineSchedule | ScheduleMaker | str,
@@ -207,7 +207,7 @@ def lay_out(
     skips: Mapping[str, tuple[int, int]] | None,
     ties: Sequence[Sequence[tuple[int, str]]],
     seed: int | None,
-) -> Plan:
+) -> StageLayout:
     """Lay out a pipeline; local. The arguments are those of `Pipeline`.
 
     Raises:
@@ -227,4 +227,6 @@ def lay_out(
     checked_ties = tuple(tuple((stage, name) for stage, name in tie) for tie in ties)
     for tie in checked_ties:
         _check_tie(tie, len(placement), modules)
-    return Plan(placement, edges, routes, schedule, checked_ties, None if seed is None else integer("seed", seed))
+    return StageLayout(
+        placement, edges, routes, schedule, checked_ties, None if seed is None else integer("seed", seed)
+    )

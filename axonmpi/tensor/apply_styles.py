@@ -42,7 +42,7 @@ REPLACING = (Column, Row, Vocabulary, Dropout)
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelOptions:
     """The options of a model, the same for all its modules.
 
     Attributes:
@@ -193,7 +193,7 @@ def _kind(module: nn.Module) -> str:
 # ---- doing ------------------------------------------------------------------------------------------------------
 
 
-def replacement(module: nn.Module, style: Style, setting: Setting, *, is_entered: bool) -> nn.Module:
+def replacement(module: nn.Module, style: Style, setting: ModelOptions, *, is_entered: bool) -> nn.Module:
     """Make the module that takes another's place, with this rank's part of its values; collective.
 
     Args:
@@ -217,7 +217,7 @@ def replacement(module: nn.Module, style: Style, setting: Setting, *, is_entered
 
 
 def _parallel_layer(
-    module: nn.Module, style: Column | Row | Vocabulary, setting: Setting, is_entered: bool
+    module: nn.Module, style: Column | Row | Vocabulary, setting: ModelOptions, is_entered: bool
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
     group = setting.group
     if isinstance(module, nn.Embedding):
@@ -253,7 +253,7 @@ def _as_linear(module: nn.Module) -> nn.Linear:
     return linear
 
 
-def change(module: nn.Module, style: Style, setting: Setting) -> None:
+def change(module: nn.Module, style: Style, setting: ModelOptions) -> None:
     """Treat a module that stays, in place; local.
 
     Args:

@@ -71,9 +71,9 @@ def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
 
 def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for place, value in enumerate(args):
+        for index, value in enumerate(args):
             if _is_hidden(value):
-                return (*args[:place], change(value), *args[place + 1 :]), kwargs
+                return (*args[:index], change(value), *args[index + 1 :]), kwargs
         for name, value in kwargs.items():
             if _is_hidden(value):
                 return args, {**kwargs, name: change(value)}
@@ -109,7 +109,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
     def before(module: nn.Module, args: Any) -> None:
         running.append(ExitStack())
         if module.training and _may_drop(module):
-            running[-1].enter_context(_HeadDropout(group, heads, generator))
+            running[-1].enter_context(_HeadDropoutMode(group, heads, generator))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if running:
@@ -128,7 +128,7 @@ def _may_drop(module: nn.Module) -> bool:
     return not chances or any(chances)
 
 
-class _HeadDropout(TorchFunctionMode):
+class _HeadDropoutMode(TorchFunctionMode):
     def __init__(self, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
         super().__init__()
         self._options = group, heads, generator

@@ -28,7 +28,7 @@ from ..utils.torch_internals import engine_runs
 _ENTERED = "_axonmpi_entered"
 
 
-def summed_product(
+def column_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None
 ) -> Tensor:
     """Return x wᵀ + b; backward sums the gradient of x over the ranks, and is collective as forward is.
@@ -44,11 +44,11 @@ def summed_product(
         return F.linear(input, weight, bias)
     local, weight, bias = _cast(input, weight, bias)
     whole = local if dim is None else gathered(local.detach(), group, dim)
-    rows = apply(_Product, local, weight, bias, (whole, local), Gathering(group, dim), True)
+    rows = apply(_OverlappedLinear, local, weight, bias, (whole, local), InputGather(group, dim), True)
     return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
-def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def entered_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x wᵀ + b of the result of `enter`, or of a function of it; backward gathers a sequence again.
 
     Args:
@@ -60,11 +60,11 @@ def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
         return F.linear(input, weight, bias)
     gathering, local = getattr(input, _ENTERED)
     whole, weight, bias = _cast(input, weight, bias)
-    rows = apply(_Product, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
+    rows = apply(_OverlappedLinear, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
     return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
-class Gathering:
+class InputGather:
     """Makes the slices of an input whole again in backward, once for all layers that share the input.
 
     Args:
@@ -123,7 +123,7 @@ class Gathering:
         return whole
 
 
-class _Product(Function):
+class _OverlappedLinear(Function):
     """[..., in] -> [N, out], where the ranks have other rows of the weight.
 
     The result is no view, as [..., out] would be: views that such a function returns cannot be changed in place.
@@ -136,7 +136,7 @@ class _Product(Function):
         weight: Tensor,
         bias: Tensor | None,
         values: tuple[Tensor, Tensor],
-        gathering: Gathering,
+        gathering: InputGather,
         sums: bool,
     ) -> Tensor:
         whole, local = values

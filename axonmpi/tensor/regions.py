@@ -31,7 +31,7 @@ from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags, either_group_name
-from .overlapped_linear import Gathering, apply, gathered, is_differentiated
+from .overlapped_linear import InputGather, apply, gathered, is_differentiated
 from .shards import Shard
 
 
@@ -65,7 +65,7 @@ def enter(
     if dim is None:
         return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
     whole = apply(_Gather, tensor, group, dim)
-    Gathering(group, dim).mark(whole, tensor)
+    InputGather(group, dim).mark(whole, tensor)
     return whole
 
 
@@ -195,7 +195,7 @@ def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Ten
     differentiated = [tensor for tensor in tensors if is_differentiated(tensor)]
     if group.size == 1 or not differentiated:
         return list(tensors)
-    sharing: type[Function] = _Shared
+    sharing: type[Function] = _SharedParameters
     results = iter(sharing.apply(group, *differentiated))
     return [next(results) if is_differentiated(tensor) else tensor for tensor in tensors]
 
@@ -280,7 +280,7 @@ class _Cut(Function):
         return apply(_Join, grads[0], *ctx.options), None, None
 
 
-class _Shared(Function):
+class _SharedParameters(Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup | Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -288,11 +288,11 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        summing: type[Function] = _Summed
+        summing: type[Function] = _SumOverRanks
         return None, *summing.apply(ctx.group, *grads)
 
 
-class _Summed(Function):
+class _SumOverRanks(Function):
     """The sums over the ranks of several tensors, in one all-reduce for each dtype."""
 
     @staticmethod

@@ -123,7 +123,7 @@ class Executor:
         """Return the time in seconds at which the device has done what it was told; 0 if no times are wanted."""
         if self._times is None:
             return 0.0
-        device = device_at(self._step.place)
+        device = device_at(self._step.device)
         device.block(device.record(device.current_stream()))
         return time.monotonic()
 
@@ -178,7 +178,7 @@ class Executor:
         if stage == 0:
             given, stream = step.inputs[micro_batch], step.begin_random(micro_batch)
         else:
-            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random, step.place)
+            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random, step.device)
         run, loss = self._runs[stage], None
         with skip_scope(skips) as stashed:
             with stream.drawn_from(alone=not run.communicates):

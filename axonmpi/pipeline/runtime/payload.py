@@ -44,8 +44,8 @@ class TensorForm:
     device_type: str
 
     def __str__(self) -> str:
-        place = "" if self.device_type == "cpu" else f" on {self.device_type}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{place}"
+        device = "" if self.device_type == "cpu" else f" on {self.device_type}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{device}"
 
     @property
     def nbytes(self) -> int:

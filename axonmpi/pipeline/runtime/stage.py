@@ -65,7 +65,7 @@ class PipelineStage:
 
 
 @dataclass
-class Record:
+class PendingBackward:
     """What a stage keeps of a micro-batch between forward and backward.
 
     Attributes:
@@ -92,7 +92,7 @@ class StageRun:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, PendingBackward] = {}
         self._weights: dict[int, WeightGradients] = {}
         self._is_shared = isinstance(module, Synchronized)
         groups = [getattr(part, "process_group", None) for part in module.modules()]
@@ -133,7 +133,7 @@ class StageRun:
         root = None
         if loss is not None and loss.requires_grad:
             root = get_gradient_edge(loss), torch.full_like(loss, weight)
-        self._records[micro_batch] = Record(leaves, edges, root)
+        self._records[micro_batch] = PendingBackward(leaves, edges, root)
 
     def backward(
         self, micro_batch: int, gradients: Mapping[int, Sequence[Tensor]], *, divided: bool

@@ -103,7 +103,7 @@ class Step:
         weights: Their shares in the loss, there as well.
         loss_fn: Returns the mean loss of a micro-batch.
         seed: The seed and the number of the step; None leaves random numbers to the process.
-        place: The device of this rank in the pipeline's group.
+        device: The device of this rank in the pipeline's group.
         losses: The losses of micro-batches, on the last stage's rank.
         outputs: The last stage's outputs by micro-batch, if outputs are wanted.
     """
@@ -114,7 +114,7 @@ class Step:
     weights: Sequence[float]
     loss_fn: Callable[[Any, Any], Tensor] | None
     seed: tuple[int, int] | None
-    place: torch.device
+    device: torch.device
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -137,8 +137,8 @@ class Step:
     def begin_random(self, micro_batch: int) -> RandomStream:
         """Return the micro-batch's random numbers: the process's without a seed or without training."""
         if self.seed is None or not self.trains:
-            return RandomStream(None, self.place)
-        return RandomStream.seeded(microbatch_seed(*self.seed, micro_batch), self.place)
+            return RandomStream(None, self.device)
+        return RandomStream.seeded(microbatch_seed(*self.seed, micro_batch), self.device)
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
         """Take the last stage's output; return its loss, if it is wanted."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
-from ..overlapped_linear import entered_product, summed_product
+from ..overlapped_linear import column_linear, entered_linear
 from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard, check_divides
 from .sharded_layer import ShardedLayer, group_third
@@ -189,10 +189,10 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check_features(input, self.in_features, "the whole input")
         group = self.process_group
         if self.input_is_entered:
-            output = entered_product(input, self.weight, self.bias)
+            output = entered_linear(input, self.weight, self.bias)
         else:
             dim = self._dim_of_sequence(input.shape) if self.sequence_parallel else None
-            output = summed_product(input, self.weight, self.bias, group, dim)
+            output = column_linear(input, self.weight, self.bias, group, dim)
         if not self.gather_output or group.size == 1:
             return output
         return join(output, group, self.shards["weight"].along(-1))

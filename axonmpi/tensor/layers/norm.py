@@ -84,7 +84,7 @@ def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     changed: Any = module
     kind: Any = type(module)
     changed._gradient_group = group
-    changed.__class__ = _summing(kind)
+    changed.__class__ = _summing_class(kind)
 
 
 def _check(module: nn.Module) -> None:
@@ -93,7 +93,7 @@ def _check(module: nn.Module) -> None:
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     for name, inner in module.named_modules():
         what = repr(name) if name else type(module).__name__
-        if isinstance(inner, _Summing):
+        if isinstance(inner, _SumsGradients):
             raise ValueError(
                 f"module: the gradients of {what} are summed over the ranks already; "
                 "call sequence_parallel_norm() once for each module"
@@ -109,41 +109,41 @@ def _check(module: nn.Module) -> None:
             )
 
 
-class _Summing(nn.Module):
+class _SumsGradients(nn.Module):
     """The base class that goes before a module's own class."""
 
     _gradient_group: ProcessGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's own class does."""
-        with _summed(self, self._gradient_group):
+        with _summed_gradients(self, self._gradient_group):
             return super().forward(*args, **kwargs)
 
 
 @functools.cache
-def _summing(kind: Any) -> Any:
+def _summing_class(kind: Any) -> Any:
     """Return the subclass of a module's class, always the same one."""
-    return type(kind.__name__, (_Summing, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(kind.__name__, (_SumsGradients, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 @contextmanager
-def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+def _summed_gradients(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Put tensors in place of a module's parameters, to which backward passes the sums of their gradients."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
+    owners: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    if not places or not torch.is_grad_enabled():
+    if not owners or not torch.is_grad_enabled():
         yield
         return
-    unique = {id(parameter): parameter for _, _, parameter in places}  # in an order that all ranks have
+    unique = {id(parameter): parameter for _, _, parameter in owners}  # in an order that all ranks have
     through = dict(zip(unique, shared(list(unique.values()), group), strict=True))
     try:
-        for owned, name, parameter in places:
+        for owned, name, parameter in owners:
             owned[name] = through[id(parameter)]
         yield
     finally:
-        for owned, name, parameter in places:
+        for owned, name, parameter in owners:
             owned[name] = parameter
