@@ -1,4 +1,4 @@
-"""The checks of a pipeline's arguments, and the plan that they make."""
+"""The layout of a pipeline: stages on ranks, edges, skips and ties, with the checks of these arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ScheduleMaker = Callable[[int], Schedule]
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The layout of a pipeline, the same on all ranks.
+    """The stages of a pipeline and the connections between them, the same on all ranks.
 
     Attributes:
         placement: The rank of each stage.
@@ -43,7 +43,7 @@ class StageLayout:
     seed: int | None
 
     def described(self) -> list[str]:
-        """Return the arguments that have to be the same on all ranks."""
+        """Return texts of the arguments that have to be the same on all ranks."""
         kind = self.schedule if isinstance(self.schedule, PipelineSchedule) else "made by a function"
         return [
             f"stages: on ranks {list(self.placement)}",
@@ -79,7 +79,7 @@ class StageLayout:
 
 
 def own_modules(stages: Iterable[PipelineStage], group: ProcessGroup) -> dict[int, nn.Module]:
-    """Check the stages of a pipeline; return the modules of this rank's by number. Local.
+    """Check the stages of a pipeline; return this rank's modules by number. Local.
 
     Raises:
         TypeError: The stages are not all `PipelineStage` objects.
@@ -117,7 +117,7 @@ def _placement(stages: Iterable[PipelineStage]) -> tuple[int, ...]:
 
 
 def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
-    """Raise if ranks of the pipeline, which have different stages, share parameters or gradients of one; local.
+    """Raise if ranks of the pipeline, which have different stages, share parameters or gradients; local.
 
     Raises:
         ValueError: A layer of the stage is divided over ranks of the pipeline, or a wrapper in it averages over
@@ -140,10 +140,10 @@ def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
 
 
 def chosen_schedule(schedule: PipelineSchedule | ScheduleMaker | str) -> PipelineSchedule | ScheduleMaker:
-    """Return a schedule that was given, or the one of this name.
+    """Return the schedule, which may be given by its name.
 
     Raises:
-        TypeError: It is neither, nor a function.
+        TypeError: It is no schedule, name or function.
         ValueError: No schedule has this name.
     """
     return schedule if callable(schedule) else member("schedule", PipelineSchedule, schedule)
@@ -153,7 +153,7 @@ def placement_for(num_stages: int, num_ranks: int, schedule: PipelineSchedule | 
     """Return the rank of each stage for a schedule.
 
     Raises:
-        ValueError: The stages cannot be dealt out to the ranks.
+        ValueError: The number of stages is no multiple of the number of ranks.
     """
     if num_stages % num_ranks or not num_stages:
         fitting = max(num_stages // num_ranks, 1) * num_ranks
@@ -208,7 +208,7 @@ def make_layout(
     ties: Sequence[Sequence[tuple[int, str]]],
     seed: int | None,
 ) -> StageLayout:
-    """Lay out a pipeline; local. The arguments are those of `Pipeline`.
+    """Return the layout of a pipeline; local. The arguments are as in `Pipeline`.
 
     Raises:
         TypeError: An argument is of the wrong kind.

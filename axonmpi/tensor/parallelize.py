@@ -1,21 +1,21 @@
-"""Divides a model that was written for one process among the ranks of a group.
+"""Tensor parallelism for a model that was written for one process: `tensor_parallelize`.
 
-    model, built whole and alike on all ranks
-      │ plan      which modules are treated how
+    model, built in full and alike on all ranks
+      │ plan      the style of each module
       │ check     styles fit the modules, sizes divide, ties hold, all ranks agree: nothing is changed before
       ▼
-    the same model: layers replaced by parallel ones with this rank's shards, hooks where the sequence is divided
+    the same model: parallel layers with this rank's shards, and hooks that shard and gather the sequence
 
-Names of modules and parameters stay, so that `state_dicts.py` finds the way back to the whole.
+Names of modules and parameters stay, so that `state_dicts.py` can make full state dicts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,12 @@ from ..collectives.agreement import check_same, check_same_model, raised_on_all
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer
-from .apply_styles import REPLACING, ModelOptions, change, planned, replacement
+from .apply_styles import REPLACING, ModelOptions, change_module, check_style, parallel_module
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-Owner = tuple[nn.Module, str]
-"""A module and a name in it."""
 
 
 @either_group_name
@@ -92,16 +89,11 @@ class _MatchedPlan:
 
     Attributes:
         styles: By module name, in the model's order.
-        shards: How parameters are cut, by the names of their modules and their own.
+        shards: By module name and parameter name.
     """
 
     styles: Mapping[str, tuple[Style, ...]]
     shards: Mapping[str, Mapping[str, Shard]]
-
-    def replacing(self) -> Iterator[tuple[str, Style]]:
-        """Yield the modules that parallel layers will replace."""
-        for name, styles in self.styles.items():
-            yield from ((name, style) for style in styles if isinstance(style, REPLACING))
 
     def named(self, kind: type[Style]) -> list[str]:
         """Return the names of modules with a style."""
@@ -149,7 +141,7 @@ def _shards_of_module(module: nn.Module, styles: tuple[Style, ...], ranks: int) 
         )
     shards: dict[str, Shard] = {}
     for style in styles:
-        shards |= planned(module, style, ranks)
+        shards |= check_style(module, style, ranks)
     return shards
 
 
@@ -164,7 +156,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _check_ties(model: nn.Module, matched: _MatchedPlan) -> None:
-    """Raise where a parameter that is cut also belongs to a module that is not, or is cut otherwise."""
+    """Raise unless all modules of a tied parameter have the same shard of it."""
     holders = set(matched.named(Tied))
     for owners in _parameter_owners(model).values():
         cuts = {
@@ -180,7 +172,7 @@ def _check_ties(model: nn.Module, matched: _MatchedPlan) -> None:
 
 
 def _check_sequence(model: nn.Module, matched: _MatchedPlan) -> None:
-    """Raise where parameters would compute on a part of the sequence without their gradients being summed."""
+    """Raise if parameters would compute on a shard of the sequence without a sum of their gradients."""
     for name in matched.named(Split):
         blocks, _, _ = name.rpartition(".")
         is_list = isinstance(model.get_submodule(blocks), nn.ModuleList | nn.Sequential) and blocks
@@ -195,7 +187,7 @@ def _check_sequence(model: nn.Module, matched: _MatchedPlan) -> None:
 
 
 def _parameter_owners(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
-    """Return where each parameter is: the names of its modules, and its own in them."""
+    """Return for each parameter id the names of its modules, and its own name in each."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -219,7 +211,7 @@ def _check_same_plan(model: nn.Module, matched: _MatchedPlan, options: ModelOpti
 
 
 def _sample(parameter: Tensor) -> str:
-    """Return a digest of some elements: enough to tell values of one seed from those of another."""
+    """Return a digest of some elements, enough to tell the values of two seeds apart."""
     if parameter.is_meta:
         return ""
     flat = parameter.detach().reshape(-1)
@@ -231,7 +223,7 @@ def _digest(values: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# ---- doing ------------------------------------------------------------------------------------------------------
+# ---- changing ---------------------------------------------------------------------------------------------------
 
 
 def _divide(model: nn.Module, matched: _MatchedPlan, options: ModelOptions) -> None:
@@ -241,22 +233,25 @@ def _divide(model: nn.Module, matched: _MatchedPlan, options: ModelOptions) -> N
         for name, styles in matched.styles.items()
         if any(isinstance(style, Region) and (style.shared or options.sequence_parallel) for style in styles)
     ]
-    for name, style in matched.replacing():  # one by one, so that at most one layer is there whole and cut
-        is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
+    styled = [(name, style) for name, styles in matched.styles.items() for style in styles]
+    for name, style in styled:
+        if not isinstance(style, REPLACING):
+            continue
+        # one layer after the other, so that memory holds at most one of them full and sharded
         old = model.get_submodule(name)
-        new = replacement(old, style, options, is_entered=is_entered)
+        is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
+        new = parallel_module(old, style, matched.shards[name], options, is_entered=is_entered)
         for parent, own in parents[id(old)]:
             setattr(parent, own, new)
     _tie(model, owners, matched, options.group)
-    for name, styles in matched.styles.items():
-        for style in styles:
-            if not isinstance(style, REPLACING):
-                change(model.get_submodule(name), style, options)
+    for name, style in styled:
+        if not isinstance(style, REPLACING):
+            change_module(model.get_submodule(name), style, options)
 
 
-def _parents(model: nn.Module) -> dict[int, list[Owner]]:
-    """Return where each module is: its parents, and its names in them."""
-    parents: dict[int, list[Owner]] = {}
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return for each module id its parents, and its name in each."""
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for own, child in parent._modules.items():  # named_children() has each child under one name only
             if child is not None:
@@ -272,17 +267,11 @@ def _tie(
         cut = [(name, own) for name, own in of_one if own in matched.shards.get(name, {})]
         if not cut or len(of_one) == 1:
             continue
-        first, own = cut[0]
-        part = model.get_submodule(first).get_parameter(own)
+        layer, own = cut[0]
+        part, shard = model.get_submodule(layer).get_parameter(own), matched.shards[layer][own]
         for name, own in of_one:
-            holder = model.get_submodule(name)
+            holder: Any = model.get_submodule(name)
             setattr(holder, own, part)
-            if (name, own) not in cut:
-                _mark(holder, own, matched.shards[first][cut[0][1]], group)
-
-
-def _mark(holder: nn.Module, name: str, shard: Shard, group: ProcessGroup) -> None:
-    """Record in a module how a parameter that it only holds is cut."""
-    known = holder.shards if isinstance(holder, Sharded) else {}
-    marked: Sharded = holder  # type: ignore[assignment]
-    marked.shards, marked.process_group = {**known, name: shard}, group
+            if (name, own) not in cut:  # a module that only holds the parameter becomes a `Sharded`, too
+                known = holder.shards if isinstance(holder, Sharded) else {}
+                holder.shards, holder.process_group = {**known, own: shard}, group
