@@ -1,4 +1,12 @@
-"""Pipeline parallelism: schedules as data, one executor for all of them, and pictures."""
+"""Pipeline parallelism: each rank has one or several stages of a model, and micro-batches go through the stages.
+
+`Pipeline` runs GPipe, 1F1B, interleaved 1F1B and zero-bubble schedules, or a schedule of your own; `split_module`
+cuts a model into stages. A schedule is data, a list of actions for each rank, so it can be simulated, checked and
+drawn without a run. Gradients equal those of one process with the full batch.
+
+Read first: `schedule/actions.py` (the actions), `schedule/schedules.py` (the schedules), then `pipeline.py`. The
+folder `runtime/` executes actions. The package imports `wrapping`, `collectives`, `groups` and packages below them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from .pipeline import Pipeline
 from .randomness import microbatch_seed
 from .runtime.stage import PipelineStage, Synchronized
 from .schedule.actions import Action, ActionKind, Schedule, parse_action
-from .schedule.grid import ScheduleError
+from .schedule.schedule_error import ScheduleError
 from .schedule.schedules import PipelineSchedule, make_schedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span, Timeline

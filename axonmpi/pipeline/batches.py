@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and putting outputs together again."""
+"""Batches, micro-batches and their losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_size(value: Any, name: str) -> int:
 
 
 def digest_of(value: Any) -> int:
-    """Return a number from 0 to 2^62 - 1, another one for other shapes, dtypes or values that are no tensors."""
+    """Return a digest from 0 to 2^62 - 1 of shapes, dtypes and all values that are no tensors."""
     skeleton, tensors = pack(value)
     text = pickle.dumps(form_of(skeleton, [tensor.detach() for tensor in tensors]))
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 2
@@ -52,7 +52,7 @@ def split_batch(value: Any, parts: int) -> list[Any]:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Put the outputs of micro-batches together along dim 0.
+    """Concatenate the outputs of micro-batches along dim 0.
 
     Raises:
         ValueError: They have no batch in dim 0.
@@ -65,7 +65,7 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def loss_weights(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> list[float]:
-    """Return the share of each micro-batch in the loss, by its number of samples or by `weigh(target)`.
+    """Return each micro-batch's weight in the loss, by its number of samples or by `weigh(target)`; their sum is 1.
 
     Raises:
         ValueError: A weight is negative, or all are zero.

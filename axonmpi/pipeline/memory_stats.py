@@ -7,11 +7,11 @@ from .schedule.simulator import simulate
 
 
 class PipelineMemoryStats:
-    """The most activations that any rank holds, in micro-batches of one stage; found by simulation."""
+    """The peak number of activations on any rank, in micro-batches of one stage, by simulation."""
 
     @staticmethod
     def gpipe_peak_activations(num_stages: int, num_microbatches: int) -> int:
-        """Return the peak of GPipe with one stage on each rank: that is num_microbatches.
+        """Return the peak of GPipe with one stage on each rank: num_microbatches.
 
         Raises:
             ValueError: A number is below 1.
@@ -20,7 +20,7 @@ class PipelineMemoryStats:
 
     @staticmethod
     def one_f_one_b_peak_activations(num_stages: int, num_microbatches: int) -> int:
-        """Return the peak of 1F1B with one stage on each rank: that is min(num_stages, num_microbatches).
+        """Return the peak of 1F1B with one stage on each rank: min(num_stages, num_microbatches).
 
         Raises:
             ValueError: A number is below 1.

@@ -1,4 +1,4 @@
-"""A model whose stages are on different ranks.
+"""A model with its stages on different ranks.
 
     pipeline = ax.Pipeline.from_modules(stages, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -7,8 +7,8 @@
         loss = pipeline.train_step(inputs, targets)     # a number on the last stage's rank
         optimizer.step()
 
-A step cuts its batch into micro-batches, which go through the stages one behind the other, as the schedule says.
-Gradients equal those of one process: the loss is the mean over the whole batch, however it is cut.
+A step cuts its batch into micro-batches, which go through the stages one behind the other, in the schedule's order.
+Gradients equal those of one process: the loss is the mean over the full batch for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
 from ..backends import all_gather_object
 from ..groups.process_group import ProcessGroup
@@ -31,18 +32,17 @@ from ..groups.world import chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, integer
 from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
-from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .runtime.executor import Executor
 from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
 from .runtime.step import Header, Mode, Step, agree
 from .runtime.transport import Transport
-from .schedule.actions import Schedule
 from .schedule.chart import text_chart
 from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
+from .stage_layout import ScheduleMaker, chosen_schedule, make_layout, own_modules, placement_for
 from .state_names import StateNames, state_names
 from .ties import Tie, shared_parameters, tie_parameters
 
@@ -56,22 +56,22 @@ class Pipeline(nn.Module, ClipsGradients):
         stages: All stages, the same list on all ranks; modules of other ranks' stages may be None and are dropped.
         process_group: The ranks; None means the default group.
         schedule: The order in which the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
-            `Schedule` for a number of micro-batches, which is checked before it is used.
+            `Schedule` for a number of micro-batches, which is checked first.
         num_microbatches: The number of parts of a batch; a batch with fewer samples is cut into single ones.
         loss_fn: `loss_fn(output, target)` returns the mean loss of a micro-batch as a tensor of one element; used
             on the last stage's rank.
         loss_weight: `loss_weight(target)` returns the weight of a micro-batch in the mean over the batch; None
-            means its number of samples. If the loss leaves some targets out, it is the number of the others.
+            means its number of samples. A loss that ignores some targets needs the number of counted targets here.
         skips: Source and target stage of each skip connection by name, see `axonmpi.pipeline.stash`.
         ties: For each parameter that several stages share, pairs of a stage's number and the parameter's name in
-            that stage. The copies get the first one's values, and their gradients are summed.
+            that stage. All copies get the values of the first pair's, and their gradients are summed.
         seed: Makes random numbers, as for dropout, depend on the seed, the step and the micro-batch only, see
             `microbatch_seed`. None leaves them to each process.
 
     Attributes:
         stages: This rank's modules, by number.
-        steps: Number of training steps made; set it when training is resumed.
-        num_microbatches: As given; may be changed between steps, on all ranks alike.
+        steps: Number of past training steps; set it when training is resumed.
+        num_microbatches: May be changed between steps, on all ranks alike.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -104,15 +104,16 @@ class Pipeline(nn.Module, ClipsGradients):
             integer("num_microbatches", num_microbatches, minimum=1)
             check_functions(loss_fn=loss_fn, loss_weight=loss_weight)
             modules = own_modules(stages, self._group)
-            plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
-        what = "the arguments of Pipeline are not the same on all ranks"
-        same_on_all_ranks(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
-        self._plan = plan
+            layout = make_layout(stages, self._group, schedule, modules, skips, ties, seed)
+        problem = "the arguments of Pipeline are not the same on all ranks"
+        what_to_do = "Give all ranks of the pipeline the same arguments."
+        same_on_all_ranks(backend, layout.described(), problem, what_to_do)
+        self._layout = layout
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
         self._runs = {stage: StageRun(module) for stage, module in modules.items()}
-        self._tied = tie_parameters(plan.ties, plan.placement, modules, self._group, backend)
-        self._transport = Transport(backend, plan.placement, plan.edges)
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._tied = tie_parameters(layout.ties, layout.placement, modules, self._group, backend)
+        self._transport = Transport(backend, layout.placement, layout.edges)
+        self._schedule_for = cache(layout.schedule_for)
         self._forms: dict[tuple[Header, ...], Forms] = {}
         self._shares = True
         self._times: list[Span] | None = None
@@ -131,8 +132,8 @@ class Pipeline(nn.Module, ClipsGradients):
         """Make a pipeline of modules in the order of data; collective.
 
         Args:
-            modules: One for each stage, as many as ranks or a multiple of that: then each rank has several, which
-                the schedule places. Parameters that several of them share are tied.
+            modules: One for each stage, as many as ranks or a multiple of that: then each rank has several, and the
+                schedule assigns them. Parameters that several modules share are tied.
             process_group: The ranks; None means the default group.
             schedule: See `Pipeline`.
             ties: See `Pipeline`; None finds them among the modules.
@@ -158,22 +159,22 @@ class Pipeline(nn.Module, ClipsGradients):
     @property
     def num_stages(self) -> int:
         """Number of stages, on all ranks."""
-        return len(self._plan.placement)
+        return len(self._layout.placement)
 
     @property
     def schedule(self) -> PipelineSchedule | ScheduleMaker:
         """The order in which the ranks compute."""
-        return self._plan.schedule
+        return self._layout.schedule
 
     @property
     def has_first_stage(self) -> bool:
         """Whether the input is needed on this rank."""
-        return self._plan.placement[0] == self._group.rank
+        return self._layout.placement[0] == self._group.rank
 
     @property
     def has_last_stage(self) -> bool:
         """Whether the target is needed, and output and loss are returned, on this rank."""
-        return self._plan.placement[-1] == self._group.rank
+        return self._layout.placement[-1] == self._group.rank
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class Pipeline(nn.Module, ClipsGradients):
     @property
     def ties(self) -> list[Tie]:
         """The stages and names of each parameter that several stages share, the first stage first."""
-        return [tuple(sorted(tie)) for tie in self._plan.ties]
+        return [tuple(sorted(tie)) for tie in self._layout.ties]
 
     def state_names(self) -> StateNames:
         """Return the names of all stages' tensors in the whole model; collective the first time."""
@@ -277,7 +278,7 @@ class Pipeline(nn.Module, ClipsGradients):
         return self._names
 
     def spread_ties(self) -> None:
-        """Give all copies of tied parameters the values that the first stage's have; collective."""
+        """Give all copies of tied parameters the values of the first stage's copy; collective."""
         for tied in self._tied:
             tied.spread()
 
@@ -289,10 +290,10 @@ class Pipeline(nn.Module, ClipsGradients):
         Args:
             costs: The times of actions; None means forward 1, backward 2.
         """
-        return text_chart(simulate(self._schedule(self.num_microbatches, trains=True), costs))
+        return text_chart(simulate(self._schedule_for(self.num_microbatches, trains=True), costs))
 
     def record_times(self, wanted: bool = True) -> None:
-        """Begin to record when this rank's actions run, or stop and drop the records; local."""
+        """Begin to record the times of this rank's actions, or stop and drop the records; local."""
         check_flags(wanted=wanted)
         self._times = [] if wanted else None
 
@@ -311,7 +312,7 @@ class Pipeline(nn.Module, ClipsGradients):
                 raise ValueError("write_trace: expected that record_times() was called before the steps")
         of_all = all_gather_object(self._backend, self._times)
         self._times = []
-        name = self._schedule(self.num_microbatches, trains=True).name
+        name = self._schedule_for(self.num_microbatches, trains=True).name
         first_rank_does(self._backend, lambda: write_trace(Path(path), of_all, name))
 
     # ---- internals --------------------------------------------------------------------------------------------
@@ -324,13 +325,13 @@ class Pipeline(nn.Module, ClipsGradients):
         count = min(self.num_microbatches, samples)
         self._transport.check(count)
         forms = self._forms.setdefault(tuple(headers), Forms())
-        schedule = self._schedule(count, trains=trains)
+        schedule = self._schedule_for(count, trains=trains)
         step = self._step(mode, input, target, count)
         wires = self._transport.wires(count, forms, trains=trains)
         Executor(
             schedule,
             self._group.rank,
-            self._plan.skips,
+            self._layout.skips,
             self._runs,
             wires,
             forms,
@@ -343,7 +344,7 @@ class Pipeline(nn.Module, ClipsGradients):
         return step
 
     def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, Exception | None]:
-        """Return this rank's header of a step, and what is wrong with its arguments."""
+        """Return this rank's header of a step, and the error in its arguments, if there is one."""
         header = Header(mode)
         try:
             count = integer("num_microbatches", self.num_microbatches, minimum=1)
@@ -359,12 +360,6 @@ class Pipeline(nn.Module, ClipsGradients):
             return header, error
         return header, None
 
-    def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
-        key = num_microbatches, trains
-        if key not in self._schedules:
-            self._schedules[key] = self._plan.schedule_for(num_microbatches, trains=trains)
-        return self._schedules[key]
-
     def _step(self, mode: Mode, input: Any, target: Any, count: int) -> Step:
         """Cut the batch into `count` micro-batches."""
         wants_loss = self.has_last_stage and mode is not Mode.PREDICT
@@ -375,6 +370,6 @@ class Pipeline(nn.Module, ClipsGradients):
             targets,
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
-            seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
-            place=self._backend.place,
+            seed=None if self._layout.seed is None else (self._layout.seed, self.steps),
+            device=self._backend.place,
         )

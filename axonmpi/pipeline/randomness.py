@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on how a model is cut.
+"""Random numbers that do not depend on the number of stages.
 
-Each micro-batch has a stream of random numbers of its own, which goes through the stages with it: a stage draws for
-micro-batch m what follows the draws of the stages before, as if one process had computed
+Each micro-batch has a stream of random numbers of its own, which goes through the stages with it. Each stage
+continues the stream, as if one process had computed
 
     torch.manual_seed(microbatch_seed(seed, step, m))
     loss = loss_fn(model(inputs[m]), targets[m])
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..utils.device import device_at
 
 undisturbed = threading.Lock()
-"""Keeps other threads from drawing: torch's random state is the process's, and mock ranks are threads."""
+"""Lock around draws: torch has one random state a process, and mock ranks are threads."""
 
 
 def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -38,32 +38,32 @@ def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 class RandomStream:
-    """The stream of a micro-batch.
+    """The random numbers of a micro-batch.
 
     Args:
         states: Of torch's generators on the CPU and, if stages compute there, on the GPU, [bytes] uint8 each,
             on the CPU; None leaves random numbers to the process.
-        place: The device of the stages.
+        device: The device of the stages.
 
     Attributes:
-        states: The same, after the draws so far.
+        states: The states after the draws so far.
     """
 
-    def __init__(self, states: Sequence[Tensor] | None, place: torch.device) -> None:
+    def __init__(self, states: Sequence[Tensor] | None, device: torch.device) -> None:
         self.states = states
-        self._place = place
+        self._device = device
 
     @classmethod
-    def seeded(cls, seed: int, place: torch.device) -> RandomStream:
-        """Make the stream that begins as after `torch.manual_seed(seed)`; local."""
-        return cls([torch.Generator(each).manual_seed(seed).get_state() for each in _places(place)], place)
+    def seeded(cls, seed: int, device: torch.device) -> RandomStream:
+        """Return the stream that follows `torch.manual_seed(seed)`; local."""
+        return cls([torch.Generator(each).manual_seed(seed).get_state() for each in _devices(device)], device)
 
     @contextmanager
     def drawn_from(self, *, alone: bool) -> Iterator[None]:
-        """Draw from this stream within the block; the process's own stream goes on afterwards.
+        """Draw from this stream within the block; afterwards the process draws from its own again.
 
         Args:
-            alone: Whether other threads that draw have to wait meanwhile; not where the block waits for them.
+            alone: Whether other threads have to wait before they draw; False if the block waits for them.
         """
         if self.states is None:
             yield
@@ -76,14 +76,14 @@ class RandomStream:
                 self.states = self._exchange(before)
 
     def _exchange(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Set the states of the generators; return those before."""
-        generators = [device_at(each) for each in _places(self._place)]
+        """Set the states of the generators; return the states before."""
+        generators = [device_at(each) for each in _devices(self._device)]
         before = [generator.random_state() for generator in generators]
         for generator, state in zip(generators, states, strict=True):
             generator.set_random_state(state.clone())
         return before
 
 
-def _places(place: torch.device) -> list[torch.device]:
-    """Return the devices that a stage draws on: the CPU, and its own."""
-    return list(dict.fromkeys((torch.device("cpu"), place)))
+def _devices(device: torch.device) -> list[torch.device]:
+    """Return the devices on which a stage draws: the CPU, and its own."""
+    return list(dict.fromkeys((torch.device("cpu"), device)))

@@ -19,7 +19,7 @@ from typing import Any
 
 
 class _Stash(threading.local):
-    """What has been stashed in this thread and not been popped."""
+    """The values that this thread has stashed and not popped."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def pop(name: str) -> Any:
 
 @contextmanager
 def skip_scope(arrived: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a stage the values that have arrived for it; the block's value is what is stashed at its end; local."""
+    """Let a stage pop the values that have arrived for it; yields the stashed values by name; local."""
     before, _stash.values = _stash.values, dict(arrived)
     try:
         yield _stash.values

@@ -1,12 +1,12 @@
-"""Cutting a model into stages of nearly equal cost.
+"""`split_module`: a model cut into stages of nearly equal cost.
 
     model     [ embedding, [ block, block, block, block ], norm, head ]
     pieces        0          1.0    1.1    1.2    1.3       2     3
     stages    { 0, 1.0 }   { 1.1, 1.2, 1.3 }   { 2, 3 }
 
 A piece is never cut; a stage is a row of pieces. Every piece has a cost: its number of parameters or the time of
-its forward. The chosen cut is the one whose most expensive stage is cheapest. Pieces keep their names in the model,
-so the state dicts of all stages together are the model's.
+its forward. The cut minimises the cost of the most expensive stage. Pieces keep their names in the model, so the
+state dicts of all stages together are the model's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..across_ranks.comparison import first_rank_does, same_on_all_ranks
+from ..across_ranks.comparison import same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
 from ..utils.arguments import integer
@@ -51,15 +51,15 @@ def split_module(
     process_group: ProcessGroup | None = None,
     repeats: int = 5,
 ) -> list[nn.Sequential]:
-    """Cut a model into stages which, one after the other, compute what the model computes.
+    """Cut a model into stages that together, one after the other, compute the same as the model.
 
-    The cut is optimal: no other one has a cheaper most expensive stage. Among equally good cuts, the one with the
+    The cut is optimal: no other cut has a cheaper most expensive stage. Among equally good cuts, the one with the
     most even numbers of pieces is taken. Local with `balance="parameters"`; with `balance="time"` it is collective
     if there is a group, and the times of its rank 0 decide, so that all ranks cut alike.
 
     Args:
-        module: A `Sequential`, or a sequence of modules each of which takes what the one before returns, such as
-            head, repeated blocks and tail; a `ModuleList` in it stands for its modules. A nested `Sequential` is
+        module: A `Sequential`, or a sequence of modules, each with the output of the one before as its input, such
+            as head, repeated blocks and tail; a `ModuleList` in it stands for its modules. A nested `Sequential` is
             one piece, unless more pieces are needed: then all of them are opened, one level after another. The
             modules are reused, not copied, so parameters that are tied stay tied.
         num_stages: Number of stages, at least 1.
@@ -70,8 +70,8 @@ def split_module(
             Needed to measure times, on rank 0 of the group only.
         process_group: The ranks that have to cut alike; None means all ranks, or this process alone if no process
             group is initialised.
-        repeats: Number of timed runs after a first one that does not count; the median is taken. Afterwards
-            buffers, torch's random numbers and generators that modules hold are as they were.
+        repeats: Number of timed runs after a warm-up; the median is taken. Buffers, torch's random numbers and
+            generators that modules hold are restored.
 
     Returns:
         The stages. Parameters and buffers have the names that they have in the model, or in
@@ -80,8 +80,8 @@ def split_module(
     Raises:
         TypeError: The model is no sequence of modules, or an argument is of the wrong type.
         ValueError: The model has fewer pieces than stages; it has hooks, parameters or buffers of its own, which no
-            stage would have; a parameter has no shape yet; the sample is missing or does not fit, or a piece fails
-            on it; the ranks have different numbers of pieces or stages.
+            stage would have; a parameter has no shape yet; the sample is missing, or a piece fails on it; the ranks
+            have different numbers of pieces or stages.
     """
     integer("num_stages", num_stages, minimum=1)
     integer("repeats", repeats, minimum=1)
@@ -106,7 +106,7 @@ def split_module(
 
 
 def _pieces(model: Any, wanted: int) -> list[_Piece]:
-    """Take a model apart, as far as `wanted` pieces need it."""
+    """Return the pieces of a model; open nested containers until there are `wanted` pieces."""
     _check_model(model)
     pieces = list(_inside(model))
     if not pieces:
@@ -148,7 +148,7 @@ def _check_piece(piece: _Piece) -> None:
 
 
 def _inside(container: Any, path: tuple[str, ...] = ()) -> Iterator[_Piece]:
-    """Yield the modules of a container, and the modules of a list in place of the list, which cannot be called."""
+    """Yield the modules of a container, with the modules of a list instead of the list, which has no forward."""
     # Not named_children(), which leaves out a module that comes a second time.
     is_module = isinstance(container, nn.Module)
     named = container._modules.items() if is_module else ((str(i), entry) for i, entry in enumerate(container))
@@ -167,7 +167,7 @@ def _opens(piece: _Piece) -> bool:
 
 
 def _is_plain(container: nn.Module) -> bool:
-    """Say whether a container does nothing but hold its modules, or call one after the other."""
+    """Return True if a container only holds its modules, or calls one after the other."""
     if type(container).forward not in (nn.Sequential.forward, nn.ModuleList.forward):
         return False
     own = vars(container)
@@ -176,7 +176,7 @@ def _is_plain(container: nn.Module) -> bool:
 
 
 def _stage(pieces: Sequence[_Piece], training: bool) -> nn.Sequential:
-    """Join pieces; opened containers are made again, each with the modules of it that are in the stage."""
+    """Join pieces to a stage, with new containers, under the same names, for the opened ones."""
     stage = nn.Sequential()
     stage.training = training
     for piece in pieces:
@@ -224,7 +224,7 @@ def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:
 
 
 def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
-    """Run all pieces one after the other, so that a disturbance meets each of them in few of the runs."""
+    """Return the nanoseconds of each piece in one run of all pieces, so that a disturbance spoils few medians."""
     times = []
     for number, piece in enumerate(pieces, 1):
         start = _now(value)
@@ -242,20 +242,20 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
 
 
 def _now(value: Any) -> int:
-    """Return the time in nanoseconds once `value` is computed, also on a device."""
-    for place in {tensor.device for tensor in pack(value)[1]}:
-        device_at(place).synchronize()
+    """Return the time in nanoseconds after devices have computed `value`."""
+    for device in {tensor.device for tensor in pack(value)[1]}:
+        device_at(device).synchronize()
     return perf_counter_ns()
 
 
 @contextmanager
 def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Let modules compute on copies of their buffers, and restore the random generators that they draw from."""
+    """Let modules compute on copies of their buffers, and restore their random generators."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     states = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
     copies: dict[int, Tensor] = {}
-    generators = [device_at(place) for place in {torch.device("cpu"), *devices}]
+    generators = [device_at(device) for device in {torch.device("cpu"), *devices}]
     drawn = [(generator, generator.random_state()) for generator in generators]
     try:
         for module, before in buffers:
@@ -279,8 +279,8 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
 def balanced_bounds(costs: Sequence[Mapping[Hashable, int]], parts: int) -> list[tuple[int, int]]:
     """Cut a row of pieces so that the most expensive part is as cheap as possible; exact, and no part is empty.
 
-    Among the optimal cuts, the one with the least sum of squares of the numbers of pieces is taken, and among equal
-    ones the cut whose first parts have more pieces.
+    Among the optimal cuts, the least sum of squares of the numbers of pieces decides, then more pieces in the first
+    parts.
 
     Args:
         costs: The components of each piece with their costs, at least 0; a component that several pieces of a part
@@ -288,7 +288,7 @@ def balanced_bounds(costs: Sequence[Mapping[Hashable, int]], parts: int) -> list
         parts: Number of parts, from 1 to the number of pieces.
 
     Returns:
-        For each part the index of its first piece, and the one after its last.
+        For each part the index of its first piece, and the index after its last piece.
     """
     total = sum(cost for piece in costs for cost in piece.values())
     limit = bisect_left(range(total), True, key=lambda cost: _fills(costs, cost, parts))
@@ -311,7 +311,7 @@ def balanced_bounds(costs: Sequence[Mapping[Hashable, int]], parts: int) -> list
 
 
 def _fills(costs: Sequence[Mapping[Hashable, int]], limit: int, parts: int) -> bool:
-    """Say whether parts that cost up to `limit`, each filled as far as possible, hold all pieces."""
+    """Return True if all pieces fit into parts that cost up to `limit`, each filled as far as possible."""
     start = 0
     for _ in range(parts):
         stop = _reach(costs, start, limit)
@@ -322,11 +322,11 @@ def _fills(costs: Sequence[Mapping[Hashable, int]], limit: int, parts: int) -> b
 
 
 def _reach(costs: Sequence[Mapping[Hashable, int]], start: int, limit: int) -> int:
-    """Return where a part that begins with piece `start` and costs up to `limit` has to end."""
-    load, held = 0, set[Hashable]()
+    """Return the end of the longest part that begins with piece `start` and costs up to `limit`."""
+    load, counted = 0, set[Hashable]()
     for stop in range(start, len(costs)):
-        load += sum(cost for key, cost in costs[stop].items() if key not in held)
+        load += sum(cost for key, cost in costs[stop].items() if key not in counted)
         if load > limit:
             return stop
-        held.update(costs[stop])
+        counted.update(costs[stop])
     return len(costs)

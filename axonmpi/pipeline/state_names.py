@@ -4,7 +4,8 @@
     they do not                           "0.weight"         | "0.weight"           "0.0.weight" and "1.0.weight",
                                                                                     as in nn.Sequential(*stages)
 
-They do if a name is in one stage only, or is one tensor: of copies of a tied parameter, or of buffers of one shape.
+Stages keep the names of one model if each name is in one stage only, or belongs to copies of a tied parameter, or
+to buffers of one shape.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class StateNames(NamedTuple):
     """The names of all stages' tensors in the whole model.
 
     Attributes:
-        prefixes: What comes before the names of each stage.
-        shared: Ranks of the pipeline that have the same tensor in stages of theirs, by its name.
+        prefixes: The prefix of all names of each stage.
+        shared: The ranks of the pipeline that have the same tensor, by its name.
     """
 
     prefixes: list[str]
@@ -35,7 +36,7 @@ class StateNames(NamedTuple):
 def state_names(
     modules: Mapping[int, nn.Module], num_stages: int, ties: Sequence[Tie], backend: Backend
 ) -> StateNames:
-    """Find the names; collective.
+    """Return the names; collective.
 
     Args:
         modules: This rank's stages by number.
@@ -56,7 +57,7 @@ def state_names(
 
 
 def _kinds(module: nn.Module, stage: int, ties: Sequence[Tie]) -> dict[str, str]:
-    """Return for each name in a stage's state dict what another stage's tensor of this name has to be."""
+    """Return a text for each name in a stage's state dict; stages with equal texts may share the name."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     tied = {id(parameters[name]): f"tie {tie}" for tie in ties for number, name in tie if number == stage}
     return {name: _kind(value, tied) for name, value in module.state_dict(keep_vars=True).items()}

@@ -1,8 +1,8 @@
 """Parameters that several stages share, such as an embedding that is also the output layer.
 
 Each rank has a copy. All copies begin with the same values, and their gradients are summed after backward, so that
-equal optimizers keep them equal. A rank that has several of the stages has one copy for all of them, or, where a
-wrapper has divided each stage's parameters among its ranks, a part for each: parts are copies, too.
+equal optimizers keep them equal. A rank with several of the stages has one copy for all of them. If a wrapper such
+as FSDP has sharded each stage's parameters, it has a shard for each stage: shards are copies, too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def shared_parameters(modules: Sequence[nn.Module | None]) -> list[Tie]:
 
 
 class TiedParameter:
-    """A parameter of this rank with other copies; made collectively by the ranks that have one.
+    """A parameter of this rank with other copies; made collectively by the ranks with copies.
 
     Args:
-        copies: This rank's; more than one where they are parts.
-        backend: Of the ranks that have copies; None if there is no other.
+        copies: This rank's copies; more than one if they are shards.
+        backend: Of the ranks with copies; None for one rank.
         first: The rank in it whose values all copies get.
 
     Attributes:
-        elsewhere: Ids of the copies that are not the one which counts in a norm.
+        elsewhere: Ids of this rank's copies that do not count in a norm; one copy on the first rank counts.
     """
 
     def __init__(self, copies: Sequence[nn.Parameter], backend: Backend | None, first: int) -> None:
@@ -53,14 +53,14 @@ class TiedParameter:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Give all copies the values of the first one; collective over their ranks."""
+        """Copy the first copy's values to all copies; collective over their ranks."""
         if self._backend is not None:
             self._backend.broadcast(self._copies[0].data, self._first)
         for copy in self._copies[1:]:
             copy.copy_(self._copies[0])
 
     def begin(self) -> None:
-        """Set the gradient aside if it is a sum of all copies already, as from an earlier step; local."""
+        """Set the gradient aside if it is already a sum of all copies, from an earlier step; local."""
         self._before = None
         if self._is_summed and self._copies[0].grad is not None:
             self._before = self._copies[0].grad.clone()
@@ -68,7 +68,7 @@ class TiedParameter:
                 _gradient_of(copy).zero_()
 
     def sum(self) -> None:
-        """Sum the gradients of all copies and add what was set aside; collective over their ranks."""
+        """Sum the gradients of all copies and add the gradient set aside; collective over their ranks."""
         total, *others = [_gradient_of(copy) for copy in self._copies]
         for other in others:
             total += other
@@ -110,10 +110,10 @@ def tie_parameters(
         backend: Of the pipeline's own messages.
 
     Returns:
-        Those of which this rank has a copy.
+        The tied parameters of this rank.
 
     Raises:
-        ValueError: Stages have different parts of a parameter; on all ranks.
+        ValueError: Stages have different shards of a parameter; on all ranks.
     """
     made = []
     ordered = sorted(tuple(sorted(tie)) for tie in ties)
@@ -128,7 +128,7 @@ def tie_parameters(
 
 
 def _copies(names: Sequence[tuple[int, str]], modules: Mapping[int, nn.Module]) -> list[nn.Parameter]:
-    """Return this rank's copies of a parameter: a single object, if they are whole."""
+    """Return this rank's copies of a parameter: one object, unless they are shards."""
     copies = [dict(modules[stage].named_parameters(remove_duplicate=False))[name] for stage, name in names]
     if any(slice_of(copy) is not None for copy in copies):
         return copies
@@ -140,7 +140,7 @@ def _copies(names: Sequence[tuple[int, str]], modules: Mapping[int, nn.Module]) 
 
 
 def _check_parts(ties: Sequence[Tie], own: Sequence[Sequence[nn.Parameter]], backend: Backend) -> None:
-    """Raise on all ranks if the copies of a parameter are parts of different elements; collective."""
+    """Raise on all ranks if the copies of a parameter are shards of different elements; collective."""
     of_all = all_gather_object(backend, [{slice_of(copy) for copy in copies} for copies in own])
     for tie, *parts in zip(ties, *of_all, strict=True):
         if len(set().union(*parts)) > 1:

@@ -1,4 +1,13 @@
-"""Tensor parallelism: layers whose parameters are cut over the ranks of a group."""
+"""Tensor parallelism: each rank of a group has a shard of a layer's parameters, and computes its part of the layer.
+
+`tensor_parallelize` divides a model that was written for one process. The layers can be used alone, too:
+`ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, attention, MLPs, norms, dropout and
+`parallel_cross_entropy`. Outputs and gradients equal the undivided model's.
+
+Read first: `shards.py` (the rows of a parameter on each rank), `regions.py` (the collectives between layers), then
+`layers/linear.py`. `parallelize.py` divides whole models. The package imports `autograd`, `collectives`, `groups`
+and packages below them, and not `ddp`, `fsdp` or `pipeline`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +39,7 @@ from .plan import (
 from .presets import preset
 from .regions import enter, join_sequence, leave, split_sequence
 from .shards import Shard, Sharded
-from .state import copies, full_state_dict, load_full_state_dict, local_state_dict
+from .state_dicts import copies, full_state_dict, load_full_state_dict, local_state_dict
 
 __all__ = [
     "Assign",

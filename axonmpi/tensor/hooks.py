@@ -1,11 +1,11 @@
-"""Hooks on the modules of a divided model, which divide and join its sequence without a change to its code.
+"""Hooks on the modules of a model, which shard and gather its sequence without a change to its code.
 
     input of the first block ── split ──> slice of the sequence ── blocks ── join ──> output of the last norm
                                                  │
                              attention: gathered before, reduced and divided after
 
-Hooks run before and after the forward of modules. Dropout of attention weights happens inside functions that belong
-to no module: while a module runs, `head_dropout` replaces these calls, on this thread only.
+Hooks run before and after the forward of modules. Dropout of attention weights happens inside functions of torch,
+without a module: while a module runs, `head_dropout` replaces these calls, on this thread only.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from torch.overrides import TorchFunctionMode
 from ..groups.process_group import ProcessGroup
 from .layers.attention import attention_weights
 from .layers.dropout import ShardedDropout
-from .regions import enter, join_sequence, split_sequence
+from .regions import join_sequence
 
 
-def enter_input(module: nn.Module, group: ProcessGroup, **options: Any) -> None:
-    """Let a module's input enter once for all of its column layers; local.
-
-    Args:
-        module: Its first floating-point tensor enters, positional or keyword.
-        group: The ranks.
-        **options: Those of `enter` that say whether and where the sequence is divided.
-    """
-    _change_input(module, lambda hidden: enter(hidden, group, **options))
-
-
-def split_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Give a module only this rank's slice of the sequence; local.
+def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to a module's first floating-point input, positional or keyword; local.
 
     Args:
-        module: Its first floating-point tensor is cut, positional or keyword.
-        group: The ranks that get the slices.
-        dim: Dimension of the sequence.
+        module: The module.
+        change: Returns the tensor in place of the input, such as this rank's slice of the sequence.
     """
-    _change_input(module, lambda hidden: split_sequence(hidden, group, dim))
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for index, value in enumerate(args):
+            if _is_hidden(value):
+                return (*args[:index], change(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_hidden(value):
+                return args, {**kwargs, name: change(value)}
+        raise ValueError(
+            f"{type(module).__name__}: expected a floating-point tensor as input, got none; 'split' and 'region' "
+            "have to be somewhere else"
+        )
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
@@ -69,22 +70,6 @@ def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
     module.register_forward_hook(after)
 
 
-def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for place, value in enumerate(args):
-            if _is_hidden(value):
-                return (*args[:place], change(value), *args[place + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if _is_hidden(value):
-                return args, {**kwargs, name: change(value)}
-        raise ValueError(
-            f"{type(module).__name__}: expected a floating-point tensor as input, got none; 'split' and 'region' "
-            "have to be somewhere else"
-        )
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-
-
 def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -95,13 +80,13 @@ def _is_hidden(value: Any) -> bool:
 def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
     """Make dropout inside a module independent of the number of ranks: each head has its own mask; local.
 
-    This replaces `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
-    `scaled_dot_product_attention`, which is then computed step by step.
+    While the module's forward runs, on this thread only, it replaces `torch.nn.functional.dropout` of tensors with
+    heads as dim 1 of 4, and dropout in `scaled_dot_product_attention`, which is then computed step by step.
 
     Args:
-        module: An attention whose heads are divided.
+        module: An attention module with sharded heads.
         group: The ranks that share the heads.
-        heads: Number of heads of the whole attention.
+        heads: Number of heads on all ranks together.
         generator: Source of random numbers; None means torch's default generator.
     """
     running: list[ExitStack] = []
@@ -109,7 +94,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
     def before(module: nn.Module, args: Any) -> None:
         running.append(ExitStack())
         if module.training and _may_drop(module):
-            running[-1].enter_context(_HeadDropout(group, heads, generator))
+            running[-1].enter_context(_HeadDropoutMode(group, heads, generator))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if running:
@@ -120,7 +105,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Say whether a module has dropout, or may have it in a form unknown here."""
+    """Return True if a module has dropout, or may have it in a form unknown here."""
     chances = [
         value for name, value in vars(module).items() if "dropout" in name and isinstance(value, int | float)
     ]
@@ -128,7 +113,7 @@ def _may_drop(module: nn.Module) -> bool:
     return not chances or any(chances)
 
 
-class _HeadDropout(TorchFunctionMode):
+class _HeadDropoutMode(TorchFunctionMode):
     def __init__(self, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
         super().__init__()
         self._options = group, heads, generator

@@ -1,21 +1,21 @@
-"""Divides a model that was written for one process among the ranks of a group.
+"""Tensor parallelism for a model that was written for one process: `tensor_parallelize`.
 
-    model, built whole and alike on all ranks
-      │ plan      which modules are treated how
+    model, built in full and alike on all ranks
+      │ plan      the style of each module
       │ check     styles fit the modules, sizes divide, ties hold, all ranks agree: nothing is changed before
       ▼
-    the same model: layers replaced by parallel ones with this rank's shards, hooks where the sequence is divided
+    the same model: parallel layers with this rank's shards, and hooks that shard and gather the sequence
 
-Names of modules and parameters stay, so that `state.py` finds the way back to the whole.
+Names of modules and parameters stay, so that `state_dicts.py` can make full state dicts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,12 @@ from ..across_ranks.model_checks import check_same_model
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, integer
+from .apply_styles import REPLACING, ModelOptions, change_module, check_style, parallel_module
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
-from .styling import REPLACING, Setting, change, planned, replacement
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-Place = tuple[nn.Module, str]
-"""A module and a name in it."""
 
 
 def tensor_parallelize(
@@ -73,35 +70,30 @@ def tensor_parallelize(
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
     """
     group = group_of_this_rank(group, "group")
-    setting = Setting(group, sequence_parallel, sequence_dim, generator)
+    options = ModelOptions(group, sequence_parallel, sequence_dim, generator)
     with raised_on_all(group.backend):
         check_flags(sequence_parallel=sequence_parallel)
         integer("sequence_dim", sequence_dim)
-        work = _plan_work(module, plan, group.size)
+        matched = _match_plan(module, plan, group.size)
         if sequence_parallel:
-            _check_sequence(module, work)
-    _check_same_work(module, work, setting)
-    splits, joins = bool(work.named(Split)), bool(work.named(Join))
-    _carry_out(module, work, dataclasses.replace(setting, splits=splits, joins=joins))
+            _check_sequence(module, matched)
+    _check_same_plan(module, matched, options)
+    splits, joins = bool(matched.named(Split)), bool(matched.named(Join))
+    _divide(module, matched, dataclasses.replace(options, splits=splits, joins=joins))
     return module
 
 
 @dataclass(frozen=True)
-class _Work:
-    """The work of a plan.
+class _MatchedPlan:
+    """The modules that a plan names, and the shards of their parameters.
 
     Attributes:
         styles: By module name, in the model's order.
-        shards: How parameters are cut, by the names of their modules and their own.
+        shards: By module name and parameter name.
     """
 
     styles: Mapping[str, tuple[Style, ...]]
     shards: Mapping[str, Mapping[str, Shard]]
-
-    def replacing(self) -> Iterator[tuple[str, Style]]:
-        """Yield the modules that parallel layers will replace."""
-        for name, styles in self.styles.items():
-            yield from ((name, style) for style in styles if isinstance(style, REPLACING))
 
     def named(self, kind: type[Style]) -> list[str]:
         """Return the names of modules with a style."""
@@ -111,7 +103,7 @@ class _Work:
 # ---- checking ---------------------------------------------------------------------------------------------------
 
 
-def _plan_work(model: object, plan: Plan | str | None, ranks: int) -> _Work:
+def _match_plan(model: object, plan: Plan | str | None, ranks: int) -> _MatchedPlan:
     if not isinstance(model, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(model).__name__}")
     divided = [name for name, part in model.named_modules() if isinstance(part, Sharded)]
@@ -129,17 +121,17 @@ def _plan_work(model: object, plan: Plan | str | None, ranks: int) -> _Work:
     mistakes = []
     for name, own in styles.items():
         try:
-            shards[name] = _plan_module(model.get_submodule(name), own, ranks)
+            shards[name] = _shards_of_module(model.get_submodule(name), own, ranks)
         except ValueError as error:
             mistakes.append(f"module {name!r}: {error}")
     if mistakes:
         raise ValueError("\n".join(mistakes))
-    work = _Work(styles, shards)
-    _check_ties(model, work)
-    return work
+    matched = _MatchedPlan(styles, shards)
+    _check_ties(model, matched)
+    return matched
 
 
-def _plan_module(module: nn.Module, styles: tuple[Style, ...], ranks: int) -> dict[str, Shard]:
+def _shards_of_module(module: nn.Module, styles: tuple[Style, ...], ranks: int) -> dict[str, Shard]:
     replacing = [style for style in styles if isinstance(style, REPLACING)]
     if len(replacing) > 1:
         raise ValueError(f"expected one style for a layer, got {' and '.join(map(repr, replacing))}")
@@ -149,7 +141,7 @@ def _plan_module(module: nn.Module, styles: tuple[Style, ...], ranks: int) -> di
         )
     shards: dict[str, Shard] = {}
     for style in styles:
-        shards |= planned(module, style, ranks)
+        shards |= check_style(module, style, ranks)
     return shards
 
 
@@ -163,13 +155,13 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(own) or any(of_parameters)
 
 
-def _check_ties(model: nn.Module, work: _Work) -> None:
-    """Raise where a parameter that is cut also belongs to a module that is not, or is cut otherwise."""
-    holders = set(work.named(Tied))
-    for places in _places(model).values():
+def _check_ties(model: nn.Module, matched: _MatchedPlan) -> None:
+    """Raise unless all modules of a tied parameter have the same shard of it."""
+    holders = set(matched.named(Tied))
+    for owners in _parameter_owners(model).values():
         cuts = {
-            f"{name}.{own}".removeprefix("."): work.shards.get(name, {}).get(own)
-            for name, own in places
+            f"{name}.{own}".removeprefix("."): matched.shards.get(name, {}).get(own)
+            for name, own in owners
             if name not in holders
         }
         if len(set(cuts.values())) > 1:
@@ -179,39 +171,39 @@ def _check_ties(model: nn.Module, work: _Work) -> None:
             )
 
 
-def _check_sequence(model: nn.Module, work: _Work) -> None:
-    """Raise where parameters would compute on a part of the sequence without their gradients being summed."""
-    for name in work.named(Split):
+def _check_sequence(model: nn.Module, matched: _MatchedPlan) -> None:
+    """Raise if parameters would compute on a shard of the sequence without a sum of their gradients."""
+    for name in matched.named(Split):
         blocks, _, _ = name.rpartition(".")
         is_list = isinstance(model.get_submodule(blocks), nn.ModuleList | nn.Sequential) and blocks
         around = blocks if is_list else name
         for inner, module in model.get_submodule(around).named_modules(prefix=around):
             own = [own for own, value in module.named_parameters(recurse=False) if value.requires_grad]
-            if own and inner not in work.styles:
+            if own and inner not in matched.styles:
                 raise ValueError(
                     f"plan: {inner} has parameters ({', '.join(own)}) behind the 'split' at {name}, and no style; "
                     "with sequence parallelism it needs one, such as 'sequence' if it treats each position alone"
                 )
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
-    """Return where each parameter is: the names of its modules, and its own in them."""
-    places: dict[int, list[tuple[str, str]]] = {}
+def _parameter_owners(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
+    """Return for each parameter id the names of its modules, and its own name in each."""
+    owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((name, own))
-    return places
+            owners.setdefault(id(parameter), []).append((name, own))
+    return owners
 
 
-def _check_same_work(model: nn.Module, work: _Work, setting: Setting) -> None:
+def _check_same_plan(model: nn.Module, matched: _MatchedPlan, options: ModelOptions) -> None:
     """Raise on all ranks unless they have the same plan and the same model, with the same values; collective."""
-    arguments: dict[str, object] = {f"plan: {name}": styles for name, styles in work.styles.items()}
-    arguments |= {"sequence_parallel": setting.sequence_parallel, "sequence_dim": setting.sequence_dim}
-    if setting.generator is not None:
-        arguments["generator (a digest of its state)"] = _digest(setting.generator.get_state())
-    check_same_model(model, setting.group, arguments)
+    arguments: dict[str, object] = {f"plan: {name}": styles for name, styles in matched.styles.items()}
+    arguments |= {"sequence_parallel": options.sequence_parallel, "sequence_dim": options.sequence_dim}
+    if options.generator is not None:
+        arguments["generator (a digest of its state)"] = _digest(options.generator.get_state())
+    check_same_model(model, options.group, arguments)
     same_on_all_ranks(
-        setting.group.backend,
+        options.group.backend,
         (f"parameter {name!r} with digest {_sample(value)}" for name, value in model.named_parameters()),
         "module: the parameters' values are not the same on all ranks",
         "Build the model with the same seed, or load the same values, on all ranks of the group.",
@@ -219,7 +211,7 @@ def _check_same_work(model: nn.Module, work: _Work, setting: Setting) -> None:
 
 
 def _sample(parameter: Tensor) -> str:
-    """Return a digest of some elements: enough to tell values of one seed from those of another."""
+    """Return a digest of some elements, enough to tell the values of two seeds apart."""
     if parameter.is_meta:
         return ""
     flat = parameter.detach().reshape(-1)
@@ -231,32 +223,35 @@ def _digest(values: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# ---- doing ------------------------------------------------------------------------------------------------------
+# ---- changing ---------------------------------------------------------------------------------------------------
 
 
-def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
-    places, parents = _places(model), _parents(model)
+def _divide(model: nn.Module, matched: _MatchedPlan, options: ModelOptions) -> None:
+    owners, parents = _parameter_owners(model), _parents(model)
     regions = [
         name
-        for name, styles in work.styles.items()
-        if any(isinstance(style, Region) and (style.shared or setting.sequence_parallel) for style in styles)
+        for name, styles in matched.styles.items()
+        if any(isinstance(style, Region) and (style.shared or options.sequence_parallel) for style in styles)
     ]
-    for name, style in work.replacing():  # one by one, so that at most one layer is there whole and cut
-        is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
+    styled = [(name, style) for name, styles in matched.styles.items() for style in styles]
+    for name, style in styled:
+        if not isinstance(style, REPLACING):
+            continue
+        # one layer after the other, so that memory holds at most one of them full and sharded
         old = model.get_submodule(name)
-        new = replacement(old, style, setting, is_entered=is_entered)
+        is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
+        new = parallel_module(old, style, matched.shards[name], options, is_entered=is_entered)
         for parent, own in parents[id(old)]:
             setattr(parent, own, new)
-    _tie(model, places, work, setting.group)
-    for name, styles in work.styles.items():
-        for style in styles:
-            if not isinstance(style, REPLACING):
-                change(model.get_submodule(name), style, setting)
+    _tie(model, owners, matched, options.group)
+    for name, style in styled:
+        if not isinstance(style, REPLACING):
+            change_module(model.get_submodule(name), style, options)
 
 
-def _parents(model: nn.Module) -> dict[int, list[Place]]:
-    """Return where each module is: its parents, and its names in them."""
-    parents: dict[int, list[Place]] = {}
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return for each module id its parents, and its name in each."""
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for own, child in parent._modules.items():  # named_children() has each child under one name only
             if child is not None:
@@ -264,23 +259,19 @@ def _parents(model: nn.Module) -> dict[int, list[Place]]:
     return parents
 
 
-def _tie(model: nn.Module, places: Mapping[int, list[tuple[str, str]]], work: _Work, group: ProcessGroup) -> None:
+def _tie(
+    model: nn.Module, owners: Mapping[int, list[tuple[str, str]]], matched: _MatchedPlan, group: ProcessGroup
+) -> None:
     """Tie the shards of a parameter that several modules had in common."""
-    for of_one in places.values():
-        cut = [(name, own) for name, own in of_one if own in work.shards.get(name, {})]
+    for of_one in owners.values():
+        cut = [(name, own) for name, own in of_one if own in matched.shards.get(name, {})]
         if not cut or len(of_one) == 1:
             continue
-        first, own = cut[0]
-        part = model.get_submodule(first).get_parameter(own)
+        layer, own = cut[0]
+        part, shard = model.get_submodule(layer).get_parameter(own), matched.shards[layer][own]
         for name, own in of_one:
-            holder = model.get_submodule(name)
+            holder: Any = model.get_submodule(name)
             setattr(holder, own, part)
-            if (name, own) not in cut:
-                _mark(holder, own, work.shards[first][cut[0][1]], group)
-
-
-def _mark(holder: nn.Module, name: str, shard: Shard, group: ProcessGroup) -> None:
-    """Record in a module how a parameter that it only holds is cut."""
-    known = holder.shards if isinstance(holder, Sharded) else {}
-    marked: Sharded = holder  # type: ignore[assignment]
-    marked.shards, marked.process_group = {**known, name: shard}, group
+            if (name, own) not in cut:  # a module that only holds the parameter becomes a `Sharded`, too
+                known = holder.shards if isinstance(holder, Sharded) else {}
+                holder.shards, holder.process_group = {**known, own: shard}, group

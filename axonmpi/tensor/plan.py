@@ -1,4 +1,4 @@
-"""Plans: which modules of a model are cut, and how.
+"""Plans: styles for the modules of a model.
 
     plan = {
         "embedding": "vocab",                        patterns of module names, as in file names;
@@ -8,8 +8,8 @@
         "blocks.*.norm?": "sequence",                each has a style, or a list of styles
     }
 
-A style is a small frozen dataclass with a short form. styling.py applies the styles; this file names and reads
-them, and finds their modules. A pattern that matches nothing is an error: a model that is cut in part is wrong.
+A style is a small frozen dataclass with a short form. This file names and reads styles and finds their modules;
+apply_styles.py applies them. A pattern that matches nothing is an error: a model that is cut in part is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..utils.arguments import check_flags
 
 @dataclass(frozen=True)
 class Style:
-    """The treatment of a module; see its subclasses.
+    """An instruction for a module in a plan; see the subclasses.
 
     Raises:
         TypeError: A value is of another type than its attribute.
@@ -46,15 +46,15 @@ class Style:
 
 @dataclass(frozen=True)
 class Column(Style):
-    """A linear layer whose outputs are divided; `"column"`, `"column:3"`, `"column:gather"`, `"column:heads=2"`.
+    """A linear layer with sharded outputs; `"column"`, `"column:3"`, `"column:gather"`, `"column:heads=2"`.
 
     Attributes:
-        parts: How many matrices of the same size the layer packs, each of which is divided, such as queries, keys
-            and values; or their sizes.
+        parts: Number of matrices of the same size in the layer, each of which is sharded, such as queries, keys and
+            values; or their sizes.
         heads: Heads in the outputs, or in each part of them, none of which is cut. None: the cut may be between any
             two outputs.
-        shared: If there are fewer heads than ranks, several ranks have the same one, as for grouped keys and
-            values; `"column:heads=2,shared"`.
+        shared: With fewer heads than ranks, several ranks share a head, as for grouped keys and values;
+            `"column:heads=2,shared"`.
         gather_output: All ranks get all outputs.
     """
 
@@ -66,15 +66,15 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """A linear layer whose inputs are divided, because they are the outputs of a column layer; `"row"`."""
+    """A linear layer with sharded inputs, the outputs of a column layer; `"row"`."""
 
 
 @dataclass(frozen=True)
 class Vocabulary(Style):
-    """An embedding, or a linear layer for logits, whose rows are divided; `"vocab"`, `"vocab:parallel"`.
+    """An embedding, or a linear layer for logits, with sharded rows; `"vocab"`, `"vocab:parallel"`.
 
-    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a slice of the
-    sequence unless the plan says with `"split"` where it is divided, and logits are those of the whole sequence.
+    The vocabulary need not divide by the ranks. With sequence parallelism an embedding returns a slice of the
+    sequence, unless the plan has a `"split"`; logits are of the full sequence.
 
     Attributes:
         gather_output: All ranks get all logits; else each gets its own, for `parallel_cross_entropy`.
@@ -90,9 +90,9 @@ class SequenceNorm(Style):
 
 @dataclass(frozen=True)
 class Summed(Style):
-    """A module whose parameters all ranks have, while its input is divided, such as a norm of each head; `"sum"`.
+    """A module with replicated parameters and a sharded input, such as a norm of each head; `"sum"`.
 
-    The gradients of a rank are of its part of the input, so they are summed over the ranks.
+    The gradients of a rank are of its shard of the input, so they are summed over the ranks.
     """
 
 
@@ -163,7 +163,7 @@ class Divide(Style):
 
 @dataclass(frozen=True)
 class Assign(Style):
-    """A module with an attribute that has another value where it is divided; no short form.
+    """A module with an attribute that gets another value when the model is divided; no short form.
 
     Attributes:
         name: The attribute.
@@ -233,7 +233,7 @@ _SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] 
     "divide_shared": _divide_shared,
     "tied": {"": Tied()},
 }
-"""By the word before the colon: styles by the text after it, or the reader of comma-separated options."""
+"""By the word before the colon: styles by the text after it, or a function of the comma-separated options."""
 
 
 def read_style(style: Style | str) -> Style:

@@ -159,7 +159,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _base(model: nn.Module) -> str:
-    """Return the prefix of module names where the blocks are in a submodule of a larger model."""
+    """Return the prefix of the blocks' names: a submodule of a larger model, or nothing."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix and hasattr(model, prefix) else ""
 

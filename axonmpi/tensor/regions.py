@@ -1,4 +1,4 @@
-"""Where a region in which the ranks' activations differ begins and ends.
+"""The beginning and the end of a region, a part of a model with other activations on each rank.
 
     replicated ────── enter ──── each rank has its own features ──── leave ──── replicated
     sequence shard ── enter ──── each rank has its own features ──── leave ──── sequence shard
@@ -11,7 +11,8 @@
     shared           nothing           sum, for several small tensors in one all-reduce
 
 With sequence parallelism each rank has a slice of the sequence between regions, so norms and dropout are computed
-once instead of on every rank. The functions of a line and the line below are each other's transpose.
+once instead of on every rank. `enter` and `leave` are each other's transpose, and so are `split_sequence` and
+`join_sequence`.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -31,17 +32,17 @@ from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags
-from .product import Gathering, apply, gathered, is_differentiated
+from .overlapped_linear import InputGather, apply, gathered, is_differentiated
 from .shards import Shard
 
 
 def enter(
     tensor: Tensor, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, sequence_dim: int = 1
 ) -> Tensor:
-    """Begin a region: return the whole input of column layers, whose outputs are divided over the ranks.
+    """Begin a region: return the full input of column layers, whose outputs are sharded over the ranks.
 
     Forward is local, backward one all-reduce. With sequence parallelism they are one all-gather and one
-    reduce-scatter, and one more all-gather for the weights of the layers, which keep this rank's slice alone.
+    reduce-scatter, and one more all-gather for the weights of the layers, which keep only this rank's slice.
 
     Layers that get the result, or a function of it, are made with `input_is_entered=True`: queries, keys and
     values, or a gate and its values, then share their input, whose gradient is summed once.
@@ -50,7 +51,7 @@ def enter(
         tensor: The same on all ranks; with sequence parallelism this rank's slice, as long on each of them.
         group: The ranks; None means all.
         sequence_parallel: Whether the tensor is a slice of the sequence.
-        sequence_dim: Which dimension is the sequence.
+        sequence_dim: Dimension of the sequence.
 
     Raises:
         DimensionError: `sequence_dim` is out of range.
@@ -64,7 +65,7 @@ def enter(
     if dim is None:
         return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
     whole = apply(_Gather, tensor, group, dim)
-    Gathering(group, dim).mark(whole, tensor)
+    InputGather(group, dim).mark(whole, tensor)
     return whole
 
 
@@ -85,7 +86,7 @@ def leave(
         tensor: This rank's part of the sum, of the same shape on all ranks.
         group: The ranks; None means all.
         sequence_parallel: Whether to return a slice of the sequence.
-        sequence_dim: Which dimension is the sequence.
+        sequence_dim: Dimension of the sequence.
         bias: [tensor.shape[-1]] the same on all ranks, added once.
         in_place: Whether the tensor's memory may be used for the result; the tensor must not be used afterwards.
 
@@ -124,7 +125,7 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
     Args:
         tensor: The same on all ranks.
         group: The ranks; None means all.
-        dim: Which dimension is the sequence.
+        dim: Dimension of the sequence.
 
     Raises:
         DimensionError: `dim` is out of range.
@@ -143,7 +144,7 @@ def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
         group: The ranks; None means all.
-        dim: Which dimension is the sequence.
+        dim: Dimension of the sequence.
 
     Raises:
         DimensionError: `dim` is out of range.
@@ -162,7 +163,7 @@ def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
     Args:
         tensor: The same on all ranks.
         group: The ranks.
-        shard: Which dimension is cut, and how.
+        shard: The shards of the dimension that is cut.
     """
     return apply(_Cut, tensor, group, shard)
 
@@ -173,25 +174,25 @@ def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
     Args:
         tensor: This rank's part.
         group: The ranks.
-        shard: Which dimension is cut, and how.
+        shard: The shards of the dimension that is cut.
     """
     return apply(_Join, tensor, group, shard)
 
 
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
-    """Return the tensors; backward sums their gradients over the ranks, all of them in one all-reduce.
+    """Return the tensors; backward sums their gradients over the ranks, in one all-reduce for each dtype.
 
-    For parameters that are the same on all ranks, each of which uses them for its slice of the data.
+    For replicated parameters that each rank uses with its own slice of the data.
 
     Args:
         tensors: Any shapes; tensors that need no gradient are returned as they are. If backward reaches only some
-            of them, the gradients of the others count as zeros.
+            tensors, the gradients of the others count as zeros.
         group: The ranks.
     """
     differentiated = [tensor for tensor in tensors if is_differentiated(tensor)]
     if group.size == 1 or not differentiated:
         return list(tensors)
-    sharing: type[Function] = _Shared
+    sharing: type[Function] = _SharedParameters
     results = iter(sharing.apply(group, *differentiated))
     return [next(results) if is_differentiated(tensor) else tensor for tensor in tensors]
 
@@ -213,7 +214,7 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
 
 
 class _Gather(Function):
-    """This rank's slice of the sequence -> the whole, for computations that differ on the ranks."""
+    """This rank's slice of the sequence -> the full sequence, for computations that differ on the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -250,7 +251,7 @@ class _Leave(Function):
 
 
 class _Join(Function):
-    """This rank's part of one dimension -> the whole, for a computation that is the same on all ranks."""
+    """This rank's shard of one dimension -> the full tensor, for a computation that is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
@@ -264,7 +265,7 @@ class _Join(Function):
 
 
 class _Cut(Function):
-    """The whole, the same on all ranks -> this rank's part of one dimension; the transpose of `_Join`."""
+    """The full tensor, the same on all ranks -> this rank's shard of one dimension; the transpose of `_Join`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
@@ -276,7 +277,7 @@ class _Cut(Function):
         return apply(_Join, grads[0], *ctx.options), None, None
 
 
-class _Shared(Function):
+class _SharedParameters(Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup | Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -284,11 +285,11 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        summing: type[Function] = _Summed
+        summing: type[Function] = _SumOverRanks
         return None, *summing.apply(ctx.group, *grads)
 
 
-class _Summed(Function):
+class _SumOverRanks(Function):
     """The sums over the ranks of several tensors, in one all-reduce for each dtype."""
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""How a parameter is cut over the ranks of a group: integer arithmetic, and copying rows.
+"""Shards of a parameter over the ranks of a group: integer arithmetic, and copies of rows.
 
     even      0 1 2 3 | 4 5 6 7                           each rank its slice
     packed    q0 q1 k0 k1 | q2 q3 k2 k3                   each rank its slice of each part of a packed parameter
     padded    0 1 2 3 | 4 5 6 ·                           slices of equal size, with zeros after the last row
     heads     k0 | k0 | k1 | k1                           fewer heads than ranks: several ranks have the same one
 
-A `Shard` says which rows each rank has, so that the same few lines cut a parameter for training and join it again
-for a checkpoint. "Rows" lie along `dim`, so they may be columns of a matrix.
+A `Shard` has the rows of each rank, so that the same few lines cut a parameter for training and join it again for a
+checkpoint. "Rows" are indices along `dim`, so they may be columns of a matrix.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..backends import wrap_dim
 from ..groups.process_group import ProcessGroup
+from ..utils.arguments import check_flags
 
 Range = tuple[int, int]
 """The first row, and the one after the last."""
@@ -29,14 +30,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shard:
-    """How one parameter is cut.
+    """The rows of a parameter that each rank has.
 
     Attributes:
-        dim: Dimension that is cut; negative ones count from the end.
-        size: Rows of the whole parameter.
-        ranges: For each rank the rows that it has, in the order in which its tensor has them.
+        dim: Dimension that is cut; negative numbers count from the end.
+        size: Rows of the full parameter.
+        ranges: For each rank its rows, in the order of its tensor.
         local: Rows of each rank's tensor; rows beyond the rank's ranges are padding, zeros at the end.
-        copies: On how many ranks each row is.
+        copies: Number of ranks that have each row.
+        is_transposed: Whether the full parameter is [in, out] and the ranks' tensors are [out, in]; `dim` is a
+            dimension of the ranks' tensors.
 
     Raises:
         ValueError: The ranges do not give each row to `copies` ranks, or one rank has more than `local` rows.
@@ -47,8 +50,10 @@ class Shard:
     ranges: tuple[tuple[Range, ...], ...]
     local: int
     copies: int = 1
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(is_transposed=self.is_transposed)
         counts = Counter(bounds for own in self.ranges for bounds in own)
         ends = [0]
         for start, stop in sorted(counts):
@@ -68,7 +73,7 @@ class Shard:
 
         Args:
             dim: Dimension that is cut, from 0.
-            size: Rows of the whole parameter.
+            size: Rows of the full parameter.
             group_size: Number of ranks.
 
         Raises:
@@ -82,7 +87,7 @@ class Shard:
 
         Args:
             dim: Dimension that is cut, from 0.
-            sizes_of_parts: Rows of each part, in their order in the whole parameter.
+            sizes_of_parts: Rows of each part, in their order in the full parameter.
             group_size: Number of ranks.
 
         Raises:
@@ -106,7 +111,7 @@ class Shard:
 
         Args:
             dim: Dimension that is cut, from 0.
-            size: Rows of the whole parameter, any number.
+            size: Rows of the full parameter, any number.
             group_size: Number of ranks.
         """
         local = -(-size // group_size)
@@ -114,14 +119,15 @@ class Shard:
         return _shard(dim, size, ranges, local)
 
     @classmethod
-    def heads(cls, dim: int, num_heads: int, head_width: int, group_size: int) -> Shard:
+    def heads(cls, dim: int, num_heads: int, head_width: int, group_size: int, parts: int = 1) -> Shard:
         """Cut between attention heads; with fewer heads than ranks each head is on several ranks; local.
 
         Args:
             dim: Dimension that is cut, from 0.
-            num_heads: Number of heads.
+            num_heads: Number of heads in each part.
             head_width: Rows of each head.
             group_size: Number of ranks.
+            parts: Number of parts, such as keys and values in one matrix.
 
         Raises:
             ValueError: Neither of `num_heads` and `group_size` is a multiple of the other.
@@ -131,11 +137,15 @@ class Shard:
                 f"num_heads: expected a multiple or a divisor of the {group_size} ranks of the group, got "
                 f"{num_heads}; use another number of ranks"
             )
+        size = num_heads * head_width
         if num_heads % group_size == 0:
-            return cls.even(dim, num_heads * head_width, group_size)
+            return cls.packed(dim, [size] * parts, group_size)
         copies = group_size // num_heads
-        ranges = [[(rank // copies * head_width, (rank // copies + 1) * head_width)] for rank in range(group_size)]
-        return _shard(dim, num_heads * head_width, ranges, head_width, copies)
+        ranges = []
+        for rank in range(group_size):
+            starts = [part * size + rank // copies * head_width for part in range(parts)]
+            ranges.append([(start, start + head_width) for start in starts])
+        return _shard(dim, parts * size, ranges, parts * head_width, copies)
 
     @property
     def group_size(self) -> int:
@@ -144,24 +154,24 @@ class Shard:
 
     @property
     def is_plain(self) -> bool:
-        """Whether concatenating the ranks' tensors gives the whole one."""
+        """Whether concatenating the ranks' tensors gives the full one."""
         flat = [bounds for own in self.ranges for bounds in own]
         return self.copies == 1 and self.local * self.group_size == self.size and flat == sorted(flat)
 
     def along(self, dim: int) -> Shard:
-        """Return the same division of another dimension, such as of the activations that belong to a parameter."""
-        return replace(self, dim=dim)
+        """Return the shard, along a dimension, of activations that are computed with the parameter."""
+        return replace(self, dim=dim, is_transposed=False)
 
     def rows(self, rank: int) -> int:
-        """Return how many rows of the whole parameter a rank has; the rest of its `local` rows is padding."""
+        """Return the number of a rank's rows; the rest of its `local` rows is padding."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def cut(self, full: Tensor, rank: int) -> Tensor:
-        """Return a rank's part; local.
+        """Return a rank's tensor; local.
 
         Args:
-            full: The whole parameter, [..., size, ...].
-            rank: Whose part.
+            full: The full parameter, [..., size, ...].
+            rank: The rank.
 
         Returns:
             A new contiguous tensor, [..., local, ...]; autograd follows.
@@ -169,25 +179,26 @@ class Shard:
         Raises:
             ValueError: `full` has another size along `dim`.
         """
+        full = full.t() if self.is_transposed else full
         dim = wrap_dim(self.dim, full.dim())
         if full.shape[dim] != self.size:
             raise ValueError(f"expected a tensor of size {self.size} along dim {dim}, got shape {list(full.shape)}")
         pieces = [full.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         padding = self.local - self.rows(rank)
         if padding:
-            pieces.append(full.new_zeros(_with(full, dim, padding)))
+            pieces.append(full.new_zeros(_with(full.shape, dim, padding)))
         if len(pieces) == 1:
             return pieces[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(pieces, dim) if pieces else full.new_empty(_with(full, dim, 0))
+        return torch.cat(pieces, dim) if pieces else full.new_empty(_with(full.shape, dim, 0))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the ranks' parts; local.
+        """Join the ranks' tensors; local.
 
         Args:
-            parts: [..., local, ...] of each rank, in rank order. Where several ranks have a row, the first counts.
+            parts: [..., local, ...] of each rank, in rank order. Of several ranks with one row the first counts.
 
         Returns:
-            The whole parameter, a new tensor [..., size, ...]; autograd follows.
+            The full parameter, a new tensor [..., size, ...]; autograd follows.
 
         Raises:
             ValueError: A part is missing, or has another size along `dim`.
@@ -204,8 +215,14 @@ class Shard:
             for start, stop in own:
                 pieces.setdefault((start, stop), part.narrow(dim, at, stop - start))
                 at += stop - start
-        whole = [pieces[bounds] for bounds in sorted(pieces)]
-        return torch.cat(whole, dim) if whole else parts[0].new_empty(_with(parts[0], dim, 0))
+        ordered = [pieces[bounds] for bounds in sorted(pieces)]
+        full = torch.cat(ordered, dim) if ordered else parts[0].new_empty(_with(parts[0].shape, dim, 0))
+        return full.t().contiguous() if self.is_transposed else full
+
+    def full_shape(self, local: Sequence[int]) -> list[int]:
+        """Return the shape of the full parameter, from the shape of a rank's tensor; local."""
+        full = _with(local, wrap_dim(self.dim, len(local)), self.size)
+        return full[::-1] if self.is_transposed else full
 
 
 @runtime_checkable
@@ -214,11 +231,23 @@ class Sharded(Protocol):
 
     Attributes:
         process_group: The ranks.
-        shards: How its own parameters are cut, by name; the others are the same on all ranks.
+        shards: The shards of its own parameters, by name; parameters without one are the same on all ranks.
     """
 
     process_group: ProcessGroup
     shards: Mapping[str, Shard]
+
+
+def gather_shards(part: Tensor, shard: Shard, group: ProcessGroup) -> Tensor:
+    """Return the full parameter of all ranks' tensors; collective."""
+    return shard.join(group.backend.all_gather(part[None], sizes=[1] * group.size).unbind(0))
+
+
+def scatter_shards(full: Tensor | None, shard: Shard, group: ProcessGroup) -> Tensor:
+    """Return this rank's tensor of rank 0's full parameter, which is None on other ranks; collective."""
+    parts = None if full is None else torch.stack([shard.cut(full, rank) for rank in range(group.size)])
+    part: Tensor = group.scatter(parts)[0]
+    return part
 
 
 def _shard(dim: int, size: int, ranges: Sequence[Sequence[Range]], local: int, copies: int = 1) -> Shard:
@@ -237,13 +266,13 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
 
 
 def check_divides(name: str, size: int, ranks: int, advice: str = "") -> None:
-    """Raise unless ranks can have equal shares of a size; local.
+    """Raise unless a size is a multiple of the number of ranks; local.
 
     Args:
         name: The argument's name.
         size: The size.
         ranks: The number of ranks.
-        advice: How to divide it otherwise.
+        advice: The end of the message: another way to divide it.
 
     Raises:
         ValueError: `size` is no multiple of `ranks`.
@@ -255,5 +284,5 @@ def check_divides(name: str, size: int, ranks: int, advice: str = "") -> None:
         )
 
 
-def _with(tensor: Tensor, dim: int, size: int) -> list[int]:
-    return [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
+def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]

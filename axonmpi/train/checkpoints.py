@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..across_ranks.agreement import raised_on_all
+from ..across_ranks.comparison import raised_on_all
 from ..checkpoint.background import Background
 from ..checkpoint.files.state_file import STATE_FILE
 from ..checkpoint.folder import CheckpointFolder

@@ -221,6 +221,7 @@ class Arguments:
             "save_checkpoint": lambda: (folder / "again", _of_ones(nn.Linear(4, 4))),
             # the rest
             "testing.parallel_assert": (True,),
+            "tensor.Shard": (0, 1, (((0, 1),),), 1),
             "train.MeshConfig": (),
             "train.ModelConfig": (),
             "train.RunConfig": (),

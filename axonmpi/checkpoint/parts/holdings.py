@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
-from ...tensor.transposed import TransposedShard, whole_shape
 from .boxes import Box, boxes_of_range
 from .part import Part, Piece
 
@@ -178,22 +177,20 @@ class Layers:
         """
         shard = self._cuts.get(id(tensor))
         elements, wholes = (copies.each_of(self._ranks) for copies in beside)
-        is_transposed = isinstance(shard, TransposedShard)
-        if shard is None or (shard.group_size == 1 and not is_transposed):
+        if shard is None or (shard.group_size == 1 and not shard.is_transposed):
             return Holding(name, local, local, bounds, memory, elements=elements, wholes=wholes, is_first=is_first)
-        shard = shard.along(shard.dim % len(local))
         ranges = shard.ranges[self._ranks.number]
         alike = [rank for rank, other in enumerate(shard.ranges) if other == ranges]
         of_layer = Copies(len(alike), alike.index(self._ranks.number)) if ranges else ALONE
         return Holding(
             name,
-            tuple(whole_shape(shard, local)),
+            tuple(shard.full_shape(local)),
             local,
             bounds,
             memory,
-            shard.dim,
+            shard.dim % len(local),
             ranges,
-            is_transposed,
+            shard.is_transposed,
             beside[0].each_of(of_layer),
             wholes,
             is_first,

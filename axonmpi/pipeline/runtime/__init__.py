@@ -1,1 +1,1 @@
-"""What runs a schedule: stages, messages between them, both halves of backward."""
+"""The executor of schedules: stages, messages between them, and both halves of backward."""

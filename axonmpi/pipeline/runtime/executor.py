@@ -1,8 +1,8 @@
 """The executor: performs the actions of any schedule.
 
 Every kind of action has a method. Compute actions wait for their data; sends and receives only begin. A stage sends
-a *parcel* to another one: its output, for the stage that follows; the tensors that it has stashed for that stage;
-and the state of the micro-batch's random numbers.
+a *parcel* to another stage: its output, for the next stage; the tensors that it has stashed for that stage; and the
+state of the micro-batch's random numbers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PHASES = {
     ActionKind.BACKWARD_INPUT: Phase.BACKWARD,
     ActionKind.BACKWARD_WEIGHT: Phase.BACKWARD,
 }
-"""What a rank is about in an action; between stages it is about nothing of its own."""
+"""The phase that a rank's record shows during an action; transfers count as OTHER."""
 
 
 class Parcel(NamedTuple):
     """The payload from one stage to another.
 
     Attributes:
-        output: The stage's output; None for a stage that does not follow it.
+        output: The stage's output; None for a skip connection to a later stage.
         skips: The values stashed for that stage, by name.
         random: States of the micro-batch's random numbers; None without a seed, and for other stages.
     """
@@ -62,10 +62,10 @@ class Executor:
         skips: Source and target stage of each skip connection, by name.
         runs: This rank's stages.
         wires: This rank's ends of the lines to other ranks.
-        forms: Of the payloads; filled if they are not complete.
+        forms: Of the payloads; filled in the first step.
         step: Inputs, targets, outputs and losses.
-        times: Receives when each action ran, in seconds, if wanted; waiting for others is not counted. A GPU is
-            then waited for after each action.
+        times: Filled with the start and end of each action, in seconds, without waiting for other ranks; None
+            measures nothing. With times, the rank waits for its GPU after each action.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Executor:
         enter_phase(Phase.OTHER)
 
     def _now(self) -> float:
-        """Return the time in seconds at which the device has done what it was told; 0 if no times are wanted."""
+        """Return the time in seconds after the device has finished its work; 0 if no times are wanted."""
         if self._times is None:
             return 0.0
-        device = device_at(self._step.place)
+        device = device_at(self._step.device)
         device.block(device.record(device.current_stream()))
         return time.monotonic()
 
@@ -146,7 +146,7 @@ class Executor:
             self._wires[line].post(micro_batch, self._forms.carried(line, micro_batch))
 
     def _take(self, line: Line, micro_batch: int) -> list[Tensor]:
-        """Return the tensors that one stage has sent to another, which is on this rank."""
+        """Return the tensors that one stage has sent to another stage, on this rank."""
         if self._schedule.is_local(*line):
             return self._waiting.pop((line, micro_batch))
         if self._learning:
@@ -154,7 +154,7 @@ class Executor:
         return self._wires[line].take(micro_batch, self._forms.carried(line, micro_batch))
 
     def _learn(self, line: Line, micro_batch: int) -> None:
-        """Learn the form of a message and of those that the same rank sends before it, and post their receives."""
+        """Receive the form of a message and of earlier messages from the same rank, and post their receives."""
         unposted = self._unposted[self._schedule.placement[line[0]]]
         while (line, micro_batch) in unposted:
             other, number = unposted.popleft()
@@ -178,7 +178,7 @@ class Executor:
         if stage == 0:
             given, stream = step.inputs[micro_batch], step.begin_random(micro_batch)
         else:
-            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random, step.place)
+            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random, step.device)
         run, loss = self._runs[stage], None
         with skip_scope(skips) as stashed:
             with stream.drawn_from(alone=not run.communicates):
@@ -194,10 +194,10 @@ class Executor:
             parcel = Parcel(output if follows else None, skips, stream.states if follows else None)
             sent[target] = self._hand_over((stage, target), micro_batch, parcel)
         if step.trains:
-            run.record(micro_batch, arrived, sent, loss, 0.0 if loss is None else step.weights[micro_batch])
+            run.keep(micro_batch, arrived, sent, loss, 0.0 if loss is None else step.weights[micro_batch])
 
     def _leaves(self, line: Line, micro_batch: int) -> list[Tensor]:
-        """Return the tensors from another stage, ready to be computed with."""
+        """Return the tensors from another stage as leaves of autograd."""
         tensors = self._take(line, micro_batch)
         forms = self._forms[line, micro_batch].tensors
         return [t.requires_grad_(form.requires_grad) for t, form in zip(tensors, forms, strict=True)]
@@ -240,5 +240,5 @@ class Executor:
             run.backward_weight(action.micro_batch)
 
     def _undisturbed(self, run: StageRun) -> AbstractContextManager[object]:
-        """Keep other threads from drawing while backward recomputes; not where it waits for other ranks."""
+        """Lock random draws while backward recomputes, unless it waits for other ranks."""
         return undisturbed if self._step.seed is not None and not run.communicates else nullcontext()

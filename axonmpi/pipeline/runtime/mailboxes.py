@@ -1,16 +1,16 @@
 """Mailboxes: memory of a node through which stages hand over their tensors.
 
 Each direction of each edge between two ranks of a node has a mailbox, a ring of cells in memory that both ranks
-share. The sender copies a payload into a cell and counts up; the receiver computes with the cell itself, so nothing
-is copied again, and no message has to progress while the sender computes.
+share. The sender copies a payload into a cell and increments a counter; the receiver computes with the cell itself,
+so nothing is copied again, and no message has to progress while the sender computes.
 
     cell 0 | micro-batch 0, in use              |     filled 1   freed 0
     cell 1 | micro-batch 1, has arrived         |     filled 2   freed 0
     cell 2 | free                               |     filled 0   freed 0
 
-A cell is free again after the last action that needs it: the sender of number n waits until number n - cells has
-been freed. There are as many cells as the receiver has receives posted and not freed at once, and one more; so a
-sender never waits longer than until its receive is posted, which the validator has proved to happen.
+A cell is free again after the last action that needs it: the sender of payload n waits until payload n - cells has
+been freed. There is one more cell than the receiver has receives posted and not freed at once; so a sender never
+waits longer than until its receive is posted, and the validator has proved that it is posted.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def cells_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
-    """Count the cells of each line into a rank: receives posted and not freed at once, and one more.
+    """Count the cells of each line into a rank: the most receives posted and not freed at once, plus 1.
 
     Args:
-        actions: Those of the rank.
+        actions: The rank's actions.
         trains: Whether payloads are needed until backward.
     """
     held: Counter[Line] = Counter()
@@ -81,11 +81,11 @@ class Mailbox:
     """One end of a mailbox. Payloads are numbered from 0 over all steps.
 
     Args:
-        outbox: Its messages go on while this rank waits.
-        memory: [cells * cell_bytes] uint8, common to both ends.
+        outbox: This rank's messages, which progress while it waits.
+        memory: [cells * cell_bytes] uint8, shared by both ends.
         size: The number and the bytes of its cells.
         counters: Of all mailboxes of the node.
-        first: Index of this mailbox's first counter: for each cell filled, then for each cell freed.
+        first: Index of this mailbox's first counter: `filled` of each cell, then `freed` of each cell.
         line: The stages at its ends.
         ranks: The ranks of these stages.
     """
@@ -112,7 +112,7 @@ class Mailbox:
         self._first_of_step = self._first_of_next_step = 0
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Begin a step in which this many payloads go through."""
+        """Begin a step with this number of payloads."""
         self._first_of_step = self._first_of_next_step
         self._first_of_next_step += num_microbatches
 
@@ -134,14 +134,14 @@ class Mailbox:
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait until the cell is filled; return its tensors, which are the cell itself."""
         number, cell = self._number_and_cell(micro_batch)
-        what, progress = f"receiving {self._name}", self._outbox.progress
+        progress = self._outbox.progress
         with self._outbox.backend.waiting("stage recv", self._sender):
-            self._counters.wait(self._filled + cell, number + 1, what, progress, self._sender)
-        # Cells lie in one memory; `data` gives each one a version counter of its own.
+            self._counters.wait(self._filled + cell, number + 1, f"receiving {self._name}", progress, self._sender)
+        # Cells are views of one tensor; `data` gives each of them its own version counter.
         return [view.data for view in self._tensors(cell, forms)]
 
     def free(self, micro_batch: int) -> None:
-        """Give the cell back."""
+        """Free the cell for a later payload."""
         number, cell = self._number_and_cell(micro_batch)
         self._counters.post(self._freed + cell, number + 1)
 
@@ -150,7 +150,7 @@ class Mailbox:
         return number, number % self._size.cells
 
     def _tensors(self, cell: int, forms: Sequence[Tensor | TensorForm]) -> list[Tensor]:
-        """Return tensors of these forms in a cell, made again only if the forms have changed."""
+        """Return views of a cell with these forms; cached until the forms change."""
         views = self._views[cell]
         if [(view.shape, view.dtype) for view in views] != [(form.shape, form.dtype) for form in forms]:
             views, offset = [], cell * self._size.cell_bytes
@@ -167,12 +167,12 @@ def make_mailboxes(
     """Make the mailboxes of all nodes; collective.
 
     Args:
-        outbox: Of this rank.
+        outbox: This rank's messages.
         sizes: Of each line between two ranks of one node, on all nodes; the same on all ranks.
         placement: The rank of each stage.
 
     Returns:
-        The mailboxes that this rank is an end of.
+        This rank's mailboxes, by line.
 
     Raises:
         MemoryError: A node has not enough memory.

@@ -1,8 +1,8 @@
-"""The payloads that stages hand to each other: tensors in nested tuples, lists and dicts.
+"""The payloads between stages: tensors in nested tuples, lists and dicts.
 
     {"hidden": t0, "mask": t1, "scale": 2}   ->   [t0, t1]  and  {"hidden": <0>, "mask": <1>, "scale": 2}
 
-The tensors travel as they are. The rest, with shapes and dtypes, is the *form*, which travels once.
+The tensors are sent in every step. The skeleton, with shapes and dtypes, is the *form*, which is sent once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Index:
-    """Stands for a tensor in a skeleton.
+    """A placeholder for a tensor in a skeleton.
 
     Attributes:
         value: The index among the tensors.
@@ -35,7 +35,7 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         requires_grad: Whether a gradient goes back for it.
-        device_type: The kind of device that it is on at both ends.
+        device_type: The type of its device at both ends.
     """
 
     shape: tuple[int, ...]
@@ -44,8 +44,8 @@ class TensorForm:
     device_type: str
 
     def __str__(self) -> str:
-        place = "" if self.device_type == "cpu" else f" on {self.device_type}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{place}"
+        device = "" if self.device_type == "cpu" else f" on {self.device_type}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{device}"
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Forms(dict[tuple[tuple[int, int], int], Form]):
     """The known forms of activations: by the stages that send and receive them, and the micro-batch.
 
     Attributes:
-        are_complete: Whether all are known; else they travel with the payloads of the next step.
+        are_complete: Whether all are known; else the next step sends them with the payloads.
     """
 
     are_complete = False
@@ -93,7 +93,7 @@ def pack(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def _taken_out(tensors: list[Tensor], part: Any) -> Any:
-    # A function inside `pack` that calls itself would keep the tensors until the next garbage collection.
+    # Not a closure of `pack`: a closure that calls itself keeps the tensors until the next garbage collection.
     if isinstance(part, Tensor):
         tensors.append(part)
         return _Index(len(tensors) - 1)

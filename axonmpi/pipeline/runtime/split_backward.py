@@ -13,7 +13,7 @@ them: for matrix products by itself, for any other node by running it again for 
 
 Some gradients are computed in the first half, where it is cheaper: for parameters of one dimension (biases,
 norms), whose gradients cost next to nothing there and as much as a whole node later; for parameters that are used
-at several places, each of which would be run again; and at nodes whose saved tensors have to be computed again,
+at several nodes, each of which would be run again; and at nodes whose saved tensors have to be computed again,
 under activation checkpointing.
 """
 
@@ -131,16 +131,16 @@ class _Graph:
         way = self._nodes.above(leaves)
         for leaf in self._nodes.leaves:
             if leaf not in way:
-                self._place(leaf, _variable(leaf), way)
+                self._assign(leaf, _variable(leaf), way)
 
-    def _place(self, leaf: Node, variable: Tensor, way: set[Node]) -> None:
+    def _assign(self, leaf: Node, variable: Tensor, way: set[Node]) -> None:
         """Find out when the gradient of a parameter is computed."""
         branches = self._nodes.branches_to(leaf, way) if variable.dim() > 1 else []
-        places = set(branches)
-        if len(places) != 1:
+        nodes = set(branches)
+        if len(nodes) != 1:
             self.at_once.append(variable)
             return
-        (node,) = places
+        (node,) = nodes
         if node is None:
             self.behind_roots.append(variable)
             return

@@ -1,11 +1,11 @@
 """A stage: its module, and its records of micro-batches between forward and backward.
 
-    forward         inputs become leaves ── module ── outputs: record(m) keeps where their gradients enter
+    forward         inputs become leaves ── module ── outputs: keep(m) stores the edges of their gradients
     backward(m)     gradients of the outputs ── autograd ── gradients of the leaves, and of the parameters
     or in halves    backward(m, divided=True), later backward_weight(m)
 
-A record ends with backward, and with it the activations that autograd has kept, but for those that the gradients of
-the parameters need.
+Backward drops them, and with them the activations that autograd has kept. `backward_weight` drops the
+activations that the gradients of parameters need.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .split_backward import WeightGradients, input_gradients
 
 @runtime_checkable
 class Synchronized(Protocol):
-    """The methods of a stage's module that shares its gradients with other ranks, as DDP and FSDP do.
+    """A stage's module that averages its gradients with other ranks, as DDP and FSDP do.
 
-    Within `no_sync()` backward only adds up gradients; `sync_gradients()` shares them afterwards.
+    Within `no_sync()` backward only adds up gradients; `sync_gradients()` averages them afterwards.
     """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Leave gradients to this rank within the block."""
+        """Add up this rank's gradients only, within the block."""
 
     def sync_gradients(self) -> None:
-        """Share the gradients; collective over the ranks that have the same stage."""
+        """Average the gradients; collective over the ranks with the same stage."""
 
 
 class PipelineStage:
     """A part of a model, and its rank.
 
     Args:
-        module: The part. Other ranks may give None for a stage that is not theirs, or a module that they drop.
+        module: The part. Other ranks may give None, or a module that is dropped.
         stage_id: Its number in the order of data, from 0.
         device_rank: Its rank in the pipeline's group.
 
@@ -65,13 +65,13 @@ class PipelineStage:
 
 
 @dataclass
-class Record:
-    """What a stage keeps of a micro-batch between forward and backward.
+class PendingBackward:
+    """The inputs and outputs of a stage that a micro-batch's backward needs.
 
     Attributes:
-        leaves: For each stage that it has received from, the tensors for which gradients go back.
-        edges: For each stage that it sends to, where the gradients of the sent tensors enter.
-        loss: Where backward begins on the last stage, and with which gradient.
+        leaves: By source stage, the received tensors that require gradients.
+        edges: By target stage, the gradient edges of the sent tensors that require gradients.
+        loss: The gradient edge of the loss, and its gradient, on the last stage.
     """
 
     leaves: dict[int, list[Tensor]]
@@ -80,36 +80,36 @@ class Record:
 
 
 class StageRun:
-    """Runs one stage of this rank.
+    """One stage of this rank, with its micro-batches between forward and backward.
 
     Args:
         module: The stage's module.
 
     Attributes:
-        module: As given.
-        communicates: Whether computing may wait for other ranks, as in a shared stage or in divided layers.
+        module: The stage's module.
+        communicates: Whether its computation may wait for other ranks, as in FSDP or in tensor-parallel layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._records: dict[int, Record] = {}
+        self._pending: dict[int, PendingBackward] = {}
         self._weights: dict[int, WeightGradients] = {}
         self._is_shared = isinstance(module, Synchronized)
         groups = [getattr(part, "process_group", None) for part in module.modules()]
         self.communicates = self._is_shared or any(isinstance(group, ProcessGroup) for group in groups)
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which the module leaves gradients to this rank."""
+        """Return the module's `no_sync()`, if it has one."""
         module: Any = self.module
         return module.no_sync() if self._is_shared else nullcontext()
 
     def sync_gradients(self) -> None:
-        """Share gradients with the ranks that have the same stage, if there are any."""
+        """Average gradients with the ranks that have the same stage, if there are any."""
         module: Any = self.module
         if self._is_shared:
             module.sync_gradients()
 
-    def record(
+    def keep(
         self,
         micro_batch: int,
         arrived: Mapping[int, Sequence[Tensor]],
@@ -117,14 +117,14 @@ class StageRun:
         loss: Tensor | None,
         weight: float,
     ) -> None:
-        """Keep what backward needs of a forward.
+        """Keep a forward's inputs and outputs for backward.
 
         Args:
             micro_batch: The micro-batch.
             arrived: Its tensors from other stages, by stage.
             sent: Its tensors to other stages, by stage.
             loss: Its loss, on the last stage.
-            weight: Its share in the loss of the batch.
+            weight: Its weight in the loss of the batch.
         """
         leaves = {source: [t for t in tensors if t.requires_grad] for source, tensors in arrived.items()}
         edges = {
@@ -133,33 +133,33 @@ class StageRun:
         root = None
         if loss is not None and loss.requires_grad:
             root = get_gradient_edge(loss), torch.full_like(loss, weight)
-        self._records[micro_batch] = Record(leaves, edges, root)
+        self._pending[micro_batch] = PendingBackward(leaves, edges, root)
 
     def backward(
         self, micro_batch: int, gradients: Mapping[int, Sequence[Tensor]], *, divided: bool
     ) -> dict[int, list[Tensor]]:
-        """Compute the gradients that go back; return them by the stage they go to.
+        """Compute the gradients of the stage's inputs; return them by source stage.
 
         Args:
             micro_batch: The micro-batch.
-            gradients: Those of its sent tensors that require one, by the stage they were sent to.
-            divided: Whether to leave the gradients of the parameters to `backward_weight`; a module whose hooks
-                need to see its backward whole has them computed here all the same.
+            gradients: By target stage, the gradients of the sent tensors that require one.
+            divided: Whether to leave the gradients of parameters to `backward_weight`; a module with
+                `needs_whole_backward` computes them here all the same.
         """
-        record = self._records.pop(micro_batch)
-        edges, given = ([record.loss[0]], [record.loss[1]]) if record.loss else ([], [])
-        for target, of_target in record.edges.items():
+        pending = self._pending.pop(micro_batch)
+        edges, given = ([pending.loss[0]], [pending.loss[1]]) if pending.loss else ([], [])
+        for target, of_target in pending.edges.items():
             edges += of_target
             given += gradients[target]
         if edges and divided and not getattr(self.module, "needs_whole_backward", False):
-            leaves = [leaf for leaves in record.leaves.values() for leaf in leaves]
+            leaves = [leaf for leaves in pending.leaves.values() for leaf in leaves]
             self._weights[micro_batch] = input_gradients(edges, given, leaves)
         elif edges:
             torch.autograd.backward(edges, given)
-        return {source: [_taken_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
+        return {source: [_taken_gradient(leaf) for leaf in leaves] for source, leaves in pending.leaves.items()}
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Compute the gradients of the parameters, if `backward` has left them."""
+        """Compute the gradients of the parameters that `backward` has left."""
         if micro_batch in self._weights:
             self._weights.pop(micro_batch).compute()
 

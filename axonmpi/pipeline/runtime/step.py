@@ -1,6 +1,6 @@
-"""One step of a pipeline: what ranks tell each other before it, and its ends: inputs, targets, outputs and losses.
+"""One step of a pipeline: the headers that ranks exchange before it, and its inputs, targets, outputs and losses.
 
-Before a step there is one small all-gather: what each rank is about to do, how large its batch is, a digest of its
+Before a step there is one small all-gather of headers: the kind of the step, the size of the batch, a digest of its
 shapes. If a rank has found a mistake, all ranks raise it before anything is sent.
 """
 
@@ -25,7 +25,7 @@ _NONE = -1
 
 
 class Mode(enum.IntEnum):
-    """What a step does."""
+    """The kind of a step."""
 
     TRAIN = 0
     EVALUATE = 1
@@ -34,13 +34,13 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank tells the others before a step.
+    """A rank's description of the step that it begins.
 
     Attributes:
-        mode: What it is about to do.
-        num_microbatches: Its number of micro-batches.
+        mode: The kind of step.
+        num_microbatches: Number of micro-batches.
         shares: Whether gradients are shared with other ranks afterwards.
-        trained: Digest of which parameters are trained.
+        trained: Digest of all parameters' `requires_grad`.
         samples: Samples in the input; -1 on ranks that use none.
         shapes: Digest of the input; 0 on ranks that use none.
         targets: Samples in the target; -1 on ranks that use none.
@@ -60,8 +60,8 @@ def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Head
 
     Args:
         backend: Of the pipeline's ranks.
-        own: This rank's.
-        problem: What is wrong with this rank's arguments, if anything is.
+        own: This rank's header.
+        problem: The error in this rank's arguments; None if there is none.
 
     Returns:
         The headers of all ranks.
@@ -81,8 +81,8 @@ def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Head
     if len({(header.mode, header.num_microbatches, header.shares) for header in headers}) > 1:
         sync = "" if own.shares else " within no_sync()"
         step = f"{Mode(own.mode).name.lower()}{sync}, num_microbatches={own.num_microbatches}"
-        what = "the ranks of the pipeline make different steps"
-        same_on_all_ranks(backend, [step], what, "Make the same steps on all of them.")
+        problem = "the ranks of the pipeline make different steps"
+        same_on_all_ranks(backend, [step], problem, "Make the same steps on all.")
     samples, targets = (max(sizes) for sizes in zip(*((h.samples, h.targets) for h in headers), strict=True))
     if targets not in (_NONE, samples):
         raise ValueError(
@@ -97,13 +97,13 @@ class Step:
     """One step of one rank.
 
     Attributes:
-        mode: What the step does.
+        mode: The kind of step.
         inputs: The input of each micro-batch, on the first stage's rank.
         targets: Their targets, on the last stage's rank.
-        weights: Their shares in the loss, there as well.
+        weights: Their weights in the loss, there as well.
         loss_fn: Returns the mean loss of a micro-batch.
         seed: The seed and the number of the step; None leaves random numbers to the process.
-        place: The device of this rank in the pipeline's group.
+        device: The device of this rank in the pipeline's group.
         losses: The losses of micro-batches, on the last stage's rank.
         outputs: The last stage's outputs by micro-batch, if outputs are wanted.
     """
@@ -114,7 +114,7 @@ class Step:
     weights: Sequence[float]
     loss_fn: Callable[[Any, Any], Tensor] | None
     seed: tuple[int, int] | None
-    place: torch.device
+    device: torch.device
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Step:
 
     @property
     def loss(self) -> Tensor | None:
-        """[] the mean of the micro-batches' losses, each with its weight; None where there are none."""
+        """[] the weighted mean of the micro-batches' losses; None without losses."""
         if not self.losses:
             return None
         losses = torch.stack(list(self.losses.values()))
@@ -135,16 +135,16 @@ class Step:
         return mean.to(losses.dtype)
 
     def begin_random(self, micro_batch: int) -> RandomStream:
-        """Return the micro-batch's random numbers: the process's without a seed or without training."""
+        """Return the micro-batch's random numbers; without a seed or training, the process's own."""
         if self.seed is None or not self.trains:
-            return RandomStream(None, self.place)
-        return RandomStream.seeded(microbatch_seed(*self.seed, micro_batch), self.place)
+            return RandomStream(None, self.device)
+        return RandomStream.seeded(microbatch_seed(*self.seed, micro_batch), self.device)
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Take the last stage's output; return its loss, if it is wanted."""
+        """Keep the last stage's output, or compute and return its loss."""
         if self.mode is Mode.PREDICT:
             skeleton, tensors = pack(output)
-            # a stage may return its input, which lies in a mailbox that later micro-batches are written to
+            # A stage may return its input, a view of a mailbox's cell that later micro-batches overwrite.
             self.outputs[micro_batch] = unpack(skeleton, [tensor.clone() for tensor in tensors])
             return None
         assert self.loss_fn is not None

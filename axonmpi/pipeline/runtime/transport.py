@@ -1,7 +1,7 @@
 """The lines between the ranks of a pipeline, from step to step.
 
-    first step with inputs of a shape     messages, each with its form; afterwards the ranks tell each other
-                                          how large their mailboxes have to be, and allocate them together
+    first step with inputs of a shape     messages, each with its form; afterwards the ranks gather the sizes of
+                                          their mailboxes, and allocate them together
     later steps                           mailboxes between ranks of a node, messages between nodes
 
 Tensors on GPUs are messages in later steps, too. Inputs of another shape make a first step again.
@@ -27,16 +27,15 @@ Wire = MessageWire | Mailbox
 
 @runtime_checkable
 class PairConnector(Protocol):
-    """A backend that matches messages by their order, not by tags, as GPUs do.
+    """A backend that matches messages by their order instead of tags, such as NCCL's.
 
-    Without preparation all messages of a group happen in the order of the calls, and a tag has to be 0.
+    Without `connect_pairs` all messages of a group have one order, the order of the calls, and a tag has to be 0.
     """
 
     def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Give each direction of each pair of ranks an order of its own; collective.
 
-        Messages from one rank to another have to be received in the order in which they are sent, whatever their
-        tags.
+        Messages from one rank to another have to be received in the order of their sends, with any tags.
 
         Args:
             pairs: Source and destination of each direction that is used; the same on all ranks.
@@ -93,7 +92,7 @@ class Transport:
         return wires
 
     def learn(self, schedule: Schedule, forms: Forms, *, trains: bool) -> None:
-        """Take the forms as known; make larger mailboxes if these payloads do not fit the old ones; collective."""
+        """Mark the forms as known, and make larger mailboxes if these payloads do not fit; collective."""
         forms.are_complete = True
         sizes = dict(self._sizes)
         for needed in all_gather_object(self._backend, self._needed(schedule, forms, trains=trains)):
@@ -109,7 +108,7 @@ class Transport:
             self._sizes = {}
 
     def _needed(self, schedule: Schedule, forms: Forms, *, trains: bool) -> dict[Line, MailboxSize]:
-        """Return the size of the mailboxes of lines into this rank from ranks that share memory with it."""
+        """Return the mailbox sizes of the lines into this rank from ranks of its node."""
         sizes = {}
         for line, cells in cells_needed(schedule.actions[self._backend.rank], trains=trains).items():
             payloads = [forms.carried(line, m) for m in range(schedule.num_microbatches)]

@@ -1,18 +1,18 @@
 """Messages between stages.
 
-The executor asks a wire for four things:
+The executor calls four methods of a wire:
 
-    send       hand a payload over; the tensors may be dropped afterwards
-    post       get ready to receive
+    send       send a payload; the tensors may be dropped afterwards
+    post       post the receive
     take       wait for the payload
     free       the payload is not needed any more
 
-The first time that inputs of some shape go through the pipeline, no rank knows the shapes of the tensors between
-stages. Then each payload is a message, and its form travels before it. Every later time the forms are known:
-receives are posted ahead, each with a tag of its own, and ranks of a node use mailboxes.
+In the first step with inputs of some shape, no rank knows the shapes of the tensors between stages. Then each
+payload is a message, and its form is sent before it. In later steps the forms are known: receives are posted ahead,
+each with a tag of its own, and ranks of a node use mailboxes.
 
-Forms and tensors on the CPU travel between CPUs, which wait for them. Tensors on a GPU travel between GPUs: there
-only the stream waits, and the order of a pair's messages stands for their tags.
+CPUs send forms and tensors on the CPU, and wait for them. GPUs send tensors on a GPU: only the stream waits, and
+the messages of two ranks are matched by their order, without tags.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ...utils.waiting import Backoff
 from .payload import Form, TensorForm
 
 _YIELDS = 400
-"""How often a rank that waits for a message yields its core before it naps."""
+"""The number of times that a rank yields its core before it naps, while it waits for a message."""
 _LENGTH = torch.int64
 
 
 class Outbox:
-    """Messages under way from this rank; those between CPUs progress when asked to.
+    """This rank's unfinished sends.
 
     Args:
         backend: Of the pipeline's ranks.
@@ -49,18 +49,18 @@ class Outbox:
         self._on_streams: list[Work] = []
 
     def send(self, tensor: Tensor, dst: int, tag: int, carrier: Backend | None = None) -> None:
-        """Begin to send; `carrier` is what does it, None chooses by the tensor's device."""
+        """Begin to send by the backend `carrier`; None chooses by the tensor's device."""
         work = (carrier or self.backend).isend(tensor.detach().contiguous(), dst, tag)
         works = self._on_streams if device_at(tensor.device).is_asynchronous else self._under_way
         works.append(work)
 
     def progress(self) -> None:
-        """Give the messages a chance to go on."""
+        """Let sends between CPUs progress, and drop finished ones."""
         if self._under_way:
             self._under_way = [work for work in self._under_way if not _ended(work)]
 
     def receive(self, work: Work, tensor: Tensor, what: str, src: int, tag: int) -> None:
-        """Wait until a tensor has arrived: on the CPU this thread, on a GPU what it tells the GPU from now on."""
+        """Wait until a tensor has arrived: on the CPU this thread waits, on a GPU the current stream."""
         with self.backend.waiting("wait for irecv", src, tag=tag):
             if device_at(tensor.device).is_asynchronous:
                 work.wait(self.backend.timeout)
@@ -68,7 +68,7 @@ class Outbox:
                 self._wait(work, what)
 
     def _wait(self, work: Work, what: str) -> None:
-        """Wait for a message between CPUs while the others go on."""
+        """Wait for a message between CPUs while other sends progress."""
         backoff, began, timeout = Backoff(_YIELDS), time.monotonic(), self.backend.timeout
         while not _ended(work):
             backoff.rest()
@@ -78,7 +78,7 @@ class Outbox:
                 raise CollectiveTimeoutError(f"{what} waited {timeout:g} s")
 
     def flush(self) -> None:
-        """Wait until all messages are through; what is on a GPU may be changed by what it is told from now on."""
+        """Wait until all sends are complete: on the CPU this thread waits, on a GPU the current stream."""
         if self._under_way:
             with self.backend.waiting("wait for isend"):
                 for work in self._under_way:
@@ -89,7 +89,7 @@ class Outbox:
 
 
 def _ended(work: Work) -> bool:
-    """Say whether a message is through; raise if it has failed."""
+    """Return True if a message is complete; raise its error if it has failed."""
     if not work.done():
         return False
     work.wait()

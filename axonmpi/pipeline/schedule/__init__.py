@@ -1,1 +1,1 @@
-"""Schedules as data: what each rank does when, and what that costs. No torch."""
+"""Schedules as data: the actions of each rank in order, and their simulated times. No torch."""

@@ -50,7 +50,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of one rank.
+    """One action of one rank.
 
     Attributes:
         kind: The kind.
@@ -198,7 +198,7 @@ class Schedule:
         return tuple(tuple(t for source, t in edges if source == stage) for stage in range(self.num_stages))
 
     def is_local(self, stage: int, other: int) -> bool:
-        """Say whether two stages are on the same rank."""
+        """Return True if two stages are on the same rank."""
         return self.placement[stage] == self.placement[other]
 
     def needs(self, action: Action) -> list[Datum]:

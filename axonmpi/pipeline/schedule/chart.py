@@ -4,8 +4,8 @@
     rank 1     F0 F1       B0--- F2 B1--- F3 B2---    B3---
     rank 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
-A box is as long as its action takes. `F2` is the forward of micro-batch 2; where a rank has several stages, `F5.2`
-is the forward of stage 5 for it.
+The length of a box is the time of its action. `F2` is the forward of micro-batch 2; with several stages on a rank,
+`F5.2` is the forward of stage 5 for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None)
 
     Args:
         timeline: The timeline.
-        width: The most characters in a line; where they are too few, boxes lose the end of their text.
+        width: The most characters in a line; if they are too few, boxes lose the end of their text.
         scale: Characters for a unit of time, whatever the width; None means `text_scale(timeline, width)`.
 
     Returns:
@@ -58,7 +58,7 @@ def text_scale(timeline: Timeline, width: int) -> float:
 
     Args:
         timeline: The timeline.
-        width: The most characters in a line; where they are too few, the scale is smaller.
+        width: The most characters in a line; if they are too few, the scale is smaller.
     """
     spans = [span for spans in timeline.spans for span in spans if span.end > span.start]
     if not spans:

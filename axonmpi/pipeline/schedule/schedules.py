@@ -1,8 +1,8 @@
 """The schedules, each a short generator of the actions that every rank computes (without torch).
 
-In the pictures every action takes one column. `F2` is the forward of micro-batch 2; where a rank has several
-stages, `F5.2` is the forward of stage 5 for micro-batch 2. B is backward; where it is divided, I is the gradient of
-the input and W that of the weights. All schedules add up the gradients of a stage in the order of micro-batches.
+In the pictures every action takes one column. `F2` is the forward of micro-batch 2; with several stages on a rank,
+`F5.2` is the forward of stage 5 for micro-batch 2. B is backward; if it is divided, I is the gradient of the input
+and W the gradient of the weights. All schedules add up the gradients of a stage in the order of micro-batches.
 
     schedule          stages on a rank    idle share of the time      activations held, of one stage and micro-batch
     gpipe             any number, loop    (p-1) / (chunks M + p-1)    chunks M

@@ -1,13 +1,13 @@
-"""What a schedule costs, without running it: time, waiting and memory (without torch).
+"""A simulation of schedules: time, waiting and memory of each rank (without torch).
 
     timeline = simulate(make_schedule(PipelineSchedule.ONE_F_ONE_B, num_ranks=4, num_microbatches=8))
     timeline.makespan            33.0               with forward 1 and backward 2
     timeline.bubble              0.2727...          3 / (8 + 3) of the ranks' time is waiting
     timeline.peak_activations    (4, 3, 2, 1)       micro-batches whose activations a rank holds
 
-Each simulated rank goes through its list. Posting a receive takes no time. An action that computes waits for its
-data: those that other stages of the rank have made, and messages. A send takes no time either. Under *rendezvous*
-it first waits until its receive is posted, as large messages of MPI may do; *eager* messages never wait.
+Each simulated rank performs its list in order. Posting a receive takes no time. An action that computes waits for
+its data: outputs of other stages of the rank, and messages. A send takes no time either. Under *rendezvous* it
+first waits until its receive is posted, as large messages of MPI may do; *eager* messages never wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from ...utils.arguments import check_flags
 from .actions import Action, ActionKind, Datum, Schedule
-from .grid import fault
+from .schedule_error import fault
 from .timeline import Span, Timeline
 
 Cost = float | Sequence[float]
@@ -83,7 +83,7 @@ class Costs:
 def measured_costs(timeline: Timeline) -> Costs:
     """Return the times of a real run: for each stage the median over its micro-batches. Local.
 
-    Simulated with them, a schedule shows the run as it would be if no rank waited for messages.
+    A simulation with them shows the run without waiting for messages.
     """
     times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for span in (span for spans in timeline.spans for span in spans):
@@ -92,10 +92,10 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, rendezvous: bool = False) -> Timeline:
-    """Compute when each action of a schedule begins and ends; local.
+    """Compute the start and the end of each action of a schedule; local.
 
     Args:
-        schedule: Nothing is checked but that all ranks come to an end.
+        schedule: The schedule; the only check is that all ranks reach the end of their lists.
         costs: The times; None means forward 1, backward 2 or twice 1, messages 0.
         rendezvous: Whether a send waits until its receive is posted, as large messages may do.
 
@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, rendezvous: bool = 
 
 
 class _Simulation:
-    """The state of all ranks: their next steps, their clocks, and the times of what they have done.
+    """The state of all ranks: their next steps, their clocks, and the times of their past actions.
 
     Attributes:
         spans: [ranks] the actions that each rank has computed.
@@ -131,7 +131,7 @@ class _Simulation:
         self._arrived: dict[Action, float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Perform a rank's next actions up to one that cannot begin yet; say whether there were any."""
+        """Perform a rank's next actions up to one that cannot begin yet; return True if there were any."""
         actions, first = self._schedule.actions[rank], self._steps[rank]
         while self._steps[rank] < len(actions) and self._perform(rank, actions[self._steps[rank]]):
             self._steps[rank] += 1
@@ -152,7 +152,7 @@ class _Simulation:
         return True
 
     def _conditions(self, action: Action) -> Iterator[float]:
-        """Yield the times before which an action cannot begin, infinity for what has not been done."""
+        """Yield the times before which an action cannot begin, infinity if it waits for a later action."""
         if action.kind.is_send:
             yield self._made.get(action.carries, math.inf)
             if self._rendezvous:
@@ -165,7 +165,7 @@ class _Simulation:
                 yield self._arrived.get(receive, math.inf)
 
     def check_ended(self) -> None:
-        """Raise unless all ranks have come to the end of their lists.
+        """Raise unless all ranks have reached the end of their lists.
 
         Raises:
             ScheduleError: Naming the ranks that wait for ever.
@@ -177,4 +177,4 @@ class _Simulation:
             messages = (
                 "sends wait for their receives (rendezvous)" if self._rendezvous else "sends never wait (eager)"
             )
-            raise fault(self._schedule, stuck, f"deadlock where {messages}: these wait for ever: {waiting}")
+            raise fault(self._schedule, stuck, f"deadlock if {messages}: these wait for ever: {waiting}")

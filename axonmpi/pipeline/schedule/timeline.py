@@ -1,4 +1,4 @@
-"""When each rank of a pipeline does what: simulated, or measured in a real run (without torch)."""
+"""Start and end times of all actions of a pipeline, simulated or measured in a real run (without torch)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Span:
-    """An action, and when it runs.
+    """An action with its start and end.
 
     Attributes:
         action: The action.
-        start: When it begins.
-        end: When it ends, in the unit of the costs, or in seconds where it was measured.
+        start: Start time, in the unit of the costs, or in seconds if measured.
+        end: End time, in the same unit.
     """
 
     action: Action
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank computes what.
+    """The computing actions of all ranks with their times.
 
     Attributes:
         name: For titles.
@@ -41,12 +41,12 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first action begins."""
+        """Start of the first action."""
         return min((span.start for spans in self.spans for span in spans), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last action ends."""
+        """End of the last action."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     @property
@@ -71,8 +71,8 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """The most micro-batches whose activations each rank holds at a time, counted for each of its stages.
 
-        A rank holds them from the forward to the end of the backward, or of the gradient of weights where that is
-        apart.
+        A rank holds them from the forward to the end of the backward, or of the gradient of weights if the backward
+        is divided.
         """
         return tuple(_peak(spans) for spans in self.spans)
 

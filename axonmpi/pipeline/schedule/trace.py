@@ -25,7 +25,7 @@ _MICROSECONDS = 1e6
 
 
 def write_trace(path: Path, spans: Sequence[Sequence[Span]], name: str = "pipeline") -> None:
-    """Write a trace; it replaces an existing file at once, not bit by bit. Local.
+    """Write a trace; it replaces an existing file at once. Local.
 
     Args:
         path: The file to write.

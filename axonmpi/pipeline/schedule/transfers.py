@@ -5,21 +5,21 @@
 
 A send directly follows the action that makes its data. A receive is only *posted* at its position in the list, and
 waits for nothing: the action that needs the data does. If each action took one unit of time and messages took none,
-every action would end at some *tick*. A receive stands in front of the first action of its rank
+every action would end at some *tick*. A receive is posted before the first action of its rank
 
 * that ends no earlier than the tick at which the data are made, or
 * that uses the previous message of the same edge and direction,
 
-whichever comes first. By the first rule no schedule can deadlock, even if every send blocks until its receive is
-posted: with all actions in the order of ticks, each rank has posted what a send needs before it goes on to its own
-next action. By the second rule a message that comes early finds its receive. So at most two receives are posted and
-unused for each edge and direction, or one more than there are messages that have been made and are unused: over a
-skip connection, and where a rank runs one of its stages for many micro-batches in a row.
+the earlier of the two. By the first rule no schedule can deadlock, even if every send blocks until its receive is
+posted: in the order of ticks, each rank has posted the receive of every send before its own next action. By the
+second rule the receive of an early message is posted. So at most two receives are posted and unused for each edge
+and direction, or one more than the number of unused messages: over a skip connection, and if a rank runs one of its
+stages for many micro-batches in a row.
 
-Messages between two GPUs have no tags: what one rank sends is received in the order in which it is sent. So where a
-rank would post receives from another one in another order, as with several stages on a rank, those that are sent
-first are posted together with the later one, ahead of their place. That only makes them earlier, so no deadlock can
-come of it.
+Messages between two GPUs have no tags: a rank receives the messages of another rank in the order of the sends. If a
+rank would post receives in another order, as with several stages on a rank, the receive of an earlier send is
+posted together with the later one, ahead of its position. That only makes receives earlier, so no deadlock can
+follow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
         The same actions in the same order, with transfers between them; receives in the order of their sends.
 
     Raises:
-        ScheduleError: Some actions can never begin, as they wait for each other or for one that is missing.
+        ScheduleError: Some actions can never begin, as they wait for each other or for a missing action.
     """
     without_messages = replace(schedule, placement=(0,) * schedule.num_stages)
     ticks = simulate(without_messages, _ONE_TICK_EACH).spans
@@ -73,19 +73,19 @@ def _merged(schedule: Schedule, spans: Sequence[Span], made: Mapping[Datum | Non
 
 
 def in_order_of_sends(schedule: Schedule) -> Schedule:
-    """Post each rank's receives from another rank in the order in which that one sends.
+    """Return a schedule whose receives from each rank are in the order of that rank's sends.
 
     Args:
-        schedule: With sends and receives that fit each other.
+        schedule: Each send has its receive.
 
     Returns:
-        The same, with some receives ahead of their place.
+        The schedule with some receives at earlier positions.
     """
     return replace(schedule, actions=tuple(tuple(_in_order(schedule, rank)) for rank in range(schedule.num_ranks)))
 
 
 def _in_order(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yield the actions of a rank, each receive after those from the same rank that are sent before it."""
+    """Yield the actions of a rank, with receives from each rank in the order of its sends."""
     placement = schedule.placement
     left: defaultdict[int, deque[Action]] = defaultdict(deque)
     for source, actions in enumerate(schedule.actions):

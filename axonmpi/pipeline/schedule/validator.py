@@ -1,11 +1,12 @@
-"""Whether a schedule is right: complete, in order, and free of deadlock (without torch).
+"""Checks that a schedule is complete, in order, and free of deadlock (without torch).
 
     complete    each stage does F and B, or F, I and W, once for each micro-batch, on its own rank, and each message
                 between two ranks has one send and one receive
     in order    F before B or I, I before W, a send after what it sends, a receive before what needs it
-    deadlock    every rank comes to the end of its list, whether sends wait for their receives or never do
+    deadlock    every rank reaches the end of its list, with sends that wait for their receives, and with sends
+                that never wait
 
-The author of a schedule finds out here, before any rank hangs.
+The author of a schedule sees mistakes here, before any rank hangs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .actions import Action, ActionKind, Datum, Schedule, check_edges
-from .grid import ScheduleError, fault
+from .schedule_error import ScheduleError, fault
 from .simulator import simulate
 
 _WHOLE, _HALVES = ActionKind.BACKWARD, (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -25,7 +26,7 @@ def validate(schedule: Schedule) -> None:
     """Check a schedule; local.
 
     Raises:
-        ScheduleError: Something is wrong. The message names rank, step, stage and micro-batch and shows the place.
+        ScheduleError: Something is wrong. The message names rank, step, stage and micro-batch, with a picture.
         ValueError: The numbers of the schedule do not fit together: its ranks, stages, micro-batches or edges.
     """
     _check_numbers(schedule)
@@ -35,7 +36,7 @@ def validate(schedule: Schedule) -> None:
     try:
         simulate(schedule, rendezvous=True)
     except ScheduleError:
-        # a schedule that ends where sends wait also ends where they do not; else the message says which one fails
+        # A schedule that ends under rendezvous also ends with eager sends; of two deadlocks report the eager one.
         simulate(schedule)
         raise
 
@@ -50,7 +51,7 @@ def _check_numbers(schedule: Schedule) -> None:
 
 
 def _checked_positions(schedule: Schedule) -> Positions:
-    """Check each action by itself: that it belongs to the schedule and to its rank. Return where each one is."""
+    """Check that each action belongs to the schedule and to its rank; return the position of each action."""
     positions: Positions = {}
     for rank, actions in enumerate(schedule.actions):
         for step, action in enumerate(actions):
@@ -64,7 +65,7 @@ def _checked_positions(schedule: Schedule) -> Positions:
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
-    """Say why an action does not belong to a rank; empty if it does."""
+    """Return the reason that an action does not belong to a rank; empty if it does."""
     if not 0 <= action.stage < schedule.num_stages:
         return f"{action}: expected a stage from 0 to {schedule.num_stages - 1}"
     if not 0 <= action.micro_batch < schedule.num_microbatches:
@@ -111,7 +112,7 @@ def _expected(schedule: Schedule, positions: Positions) -> Iterator[Action]:
 
 
 def _check_order(schedule: Schedule, positions: Positions) -> None:
-    """Check that each action comes after those of its own rank that it needs."""
+    """Check that each action follows the actions of its own rank that it needs."""
     makers = {action.makes: action for action in positions}
     for action, (rank, step) in positions.items():
         for needed in _needed(schedule, makers, action):

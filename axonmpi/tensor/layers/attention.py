@@ -1,4 +1,4 @@
-"""Self-attention whose heads are divided among ranks.
+"""Self-attention with its heads sharded over ranks.
 
     x ── queries, keys, values: a column layer ── each rank its heads ── output: a row layer ── sum over ranks
 
@@ -37,7 +37,7 @@ from .norm import sum_over_copies
 
 
 class ParallelSelfAttention(nn.Module):
-    """Self-attention whose heads are divided among the ranks, from [B, T, D] to [B, T, D]; made collectively.
+    """Self-attention with its heads sharded over the ranks, from [B, T, D] to [B, T, D]; made collectively.
 
     Under the same seed its initial values are those of `torch.nn.Linear` layers made in the order of the
     attributes: `query_key_value` and `output`, or with grouped queries `query`, `key_value` and `output`.
@@ -50,7 +50,7 @@ class ParallelSelfAttention(nn.Module):
             None means as many as query heads.
         head_dim: Features C of a head; None means `hidden / num_heads`.
         bias: Whether the layers have biases.
-        causal: Whether a position sees only itself and the positions before it.
+        causal: Whether a position attends only to itself and the positions before it.
         dropout: The probability that an attention weight becomes zero while training. The masks of a head do not
             depend on the rank that has it.
         rotary: Whether queries and keys are rotated by their position; features c and c + C/2 form a pair.
@@ -61,8 +61,8 @@ class ParallelSelfAttention(nn.Module):
 
     Attributes:
         query_key_value: [D -> 3 * heads * C] queries, then keys, then values; None with grouped queries.
-        query: [D -> heads * C] where queries are grouped, else None.
-        key_value: [D -> 2 * key/value heads * C] keys, then values, where queries are grouped, else None.
+        query: [D -> heads * C] with grouped queries, else None.
+        key_value: [D -> 2 * key/value heads * C] keys, then values, with grouped queries; else None.
         output: [heads * C -> D].
         dropout: Of attention weights; its `generator` may be set.
 
@@ -117,7 +117,7 @@ class ParallelSelfAttention(nn.Module):
             self.query_key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
         else:
             self.query = ColumnParallelLinear(hidden, of_heads, input_is_entered=True, **options)
-            shard = _key_value_shard(pairs, self.head_dim, ranks)
+            shard = Shard.heads(0, pairs, self.head_dim, ranks, parts=2)
             self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, input_is_entered=True, **options)
             sum_over_copies(self.key_value, self.process_group, shard.copies)
         self.output = RowParallelLinear(of_heads, hidden, **options)
@@ -164,7 +164,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 tensor_parallel_attention = ParallelSelfAttention
-"""The same class, under a name like those of the functions of this package."""
+"""`ParallelSelfAttention` under the name of a function, for calls beside `tensor_parallelize`."""
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -200,16 +200,6 @@ def _head_dim(hidden: int, heads: int, given: int | None, rotary: bool) -> int:
     return width
 
 
-def _key_value_shard(pairs: int, width: int, ranks: int) -> Shard:
-    """Divide a matrix of keys and values; with fewer heads than ranks each head is on several ranks."""
-    if pairs % ranks == 0:
-        return Shard.packed(0, [pairs * width] * 2, ranks)
-    copies = ranks // pairs
-    of_keys = [(rank // copies * width, (rank // copies + 1) * width) for rank in range(ranks)]
-    ranges = tuple(((start, stop), (start + pairs * width, stop + pairs * width)) for start, stop in of_keys)
-    return Shard(0, 2 * pairs * width, ranges, 2 * width, copies)
-
-
 # ---- computing --------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +210,7 @@ def _by_head(projected: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: ShardedDropout) -> Tensor:
-    """Return the mixture of values that each position sees, [B, heads, T, C]."""
+    """Return the attention's output before the projection, [B, heads, T, C]."""
     groups = query.shape[1] // key.shape[1]
     if not dropout.training or dropout.p == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=groups > 1)

@@ -1,7 +1,7 @@
-"""Dropout of tensors that are divided among ranks; masks do not depend on how many ranks there are.
+"""Dropout of sharded tensors, with masks that do not depend on the number of ranks.
 
-Where all ranks compute the same thing, `torch.nn.Dropout` draws the same mask on each, as long as torch's default
-generators agree. Where each rank has a part of a tensor, masks have to differ. Here both hold, at any width:
+On replicated tensors `torch.nn.Dropout` draws the same mask on each rank, as long as torch's default generators
+agree. Shards of one tensor need different masks. `ShardedDropout` draws both, for any number of ranks:
 
     one number from the default generator          drawn on every rank, the same one
       ├─ number, block 0 -> mask of block 0 ┐ rank 0
@@ -26,21 +26,20 @@ from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, hint, integer, number
 
 BLOCKS = 192
-"""Into how many blocks a dimension is cut at most: a multiple of the usual widths."""
+"""The most blocks of a dimension: a multiple of the usual numbers of ranks."""
 
 
 class ShardedDropout(nn.Module):
-    """Dropout of a tensor whose parts along one dimension are on the ranks of a group; local.
+    """Dropout of a tensor that is sharded along one dimension over the ranks of a group; local.
 
-    For the same state of the generator, the parts together are the same at any width that divides `blocks`.
+    For the same state of the generator, the full mask is the same for any number of ranks that divides `blocks`.
 
     Args:
         p: The probability that an element becomes zero, from 0 to 1; the others are divided by 1 - p.
-        process_group: The ranks, in the order of their parts; None means all.
+        process_group: The ranks, in the order of their shards; None means all.
         dim: The dimension that is divided; all ranks have the same size along it.
-        blocks: Into how many blocks the whole dimension is cut at most, such as the number of heads.
-        replicated: Whether each rank has the whole tensor instead, the same on all: then it gets the whole mask
-            that the parts have together.
+        blocks: The most blocks that the full dimension is cut into, such as the number of heads.
+        replicated: Whether each rank has the full tensor instead, and gets the full mask.
         generator: Source of the number, in the same state on all ranks; None means torch's default CPU
             generator. Activation checkpointing restores default generators only. Mock ranks, threads of one
             process, have one default generator: for equal numbers give each of them a generator.
@@ -79,7 +78,7 @@ class ShardedDropout(nn.Module):
         """Return `x` with elements made zero while training, else `x` itself; local, not in place.
 
         Args:
-            x: Any shape, floating-point: this rank's part, or the whole where `replicated`.
+            x: Any shape, floating-point: this rank's shard, or the full tensor if `replicated`.
 
         Raises:
             IndexError: `x` has no dimension `dim`.
@@ -113,5 +112,5 @@ def _draw(generator: torch.Generator | None) -> int:
 
 
 def _seed(number: int, block: int) -> int:
-    """Return the seed of a block; close numbers and blocks have unlike ones, also in their low 32 bits."""
+    """Return the seed of a block; seeds of close numbers and blocks differ also in their low 32 bits."""
     return int.from_bytes(hashlib.sha256(f"{number}/{block}".encode()).digest()[:8], "little") >> 1

@@ -1,10 +1,10 @@
-"""An embedding whose rows, one for each word, are cut over the ranks of a group.
+"""An embedding with rows, one for each word, that are sharded over the ranks of a group.
 
     ids   7 2 5          rank 0 has rows 0 to 3      .  r2 .
                          rank 1 has rows 4 to 7      r7 .  r5
                                                      r7 r2 r5     the sum over the ranks
 
-Each rank looks up the rows that it has and leaves zeros elsewhere. A vocabulary that does not divide is padded with
+Each rank looks up its own rows and leaves zeros for all other ids. A vocabulary that does not divide is padded with
 rows of zeros. Source: Shoeybi et al. 2019, "Megatron-LM".
 """
 
@@ -19,13 +19,13 @@ from ...utils.arguments import check_flags, integer
 from ...utils.device import device_at
 from ..regions import check_sequence, leave
 from ..shards import Shard
-from .layer import ShardedLayer, group_third
+from .sharded_layer import ShardedLayer, group_third
 
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
 class VocabParallelEmbedding(ShardedLayer):
-    """A `torch.nn.Embedding` of which each rank has some rows; construction is collective.
+    """A `torch.nn.Embedding` with its rows sharded over the ranks; construction is collective.
 
     Forward is collective: one all-reduce, or one reduce-scatter with sequence parallelism. Backward is local, or
     one all-gather. First values are those of `torch.nn.Embedding` under rank 0's seed.
@@ -37,7 +37,7 @@ class VocabParallelEmbedding(ShardedLayer):
             group, which all layers take third.
         process_group: The ranks; None means all.
         sequence_parallel: Return this rank's slice of the sequence.
-        sequence_dim: Which dimension of the output is the sequence.
+        sequence_dim: Dimension of the sequence in the output.
         device: Of the parameters; "meta" leaves them without values and sends nothing.
         dtype: Of the parameters.
 
@@ -134,7 +134,7 @@ class VocabParallelEmbedding(ShardedLayer):
         return self._full("weight")
 
     def extra_repr(self) -> str:
-        """Say which rows this rank has."""
+        """Describe the layer and this rank's rows in `repr()`."""
         start = self.process_group.rank * self.shards["weight"].local
         stop = start + self.shards["weight"].rows(self.process_group.rank)
         return f"{self.num_embeddings}, {self.embedding_dim}, rows {start} to {stop} here"

@@ -1,11 +1,11 @@
-"""Linear layers whose weight is cut over the ranks of a group.
+"""Linear layers with a weight that is sharded over the ranks of a group.
 
-    whole input ─ enter ─ ColumnParallelLinear ── own features ── RowParallelLinear ─ leave ─ whole output
-                           rows of the weight                     columns of the weight
+    full input ─ enter ─ ColumnParallelLinear ── own features ── RowParallelLinear ─ leave ─ full output
+                          rows of the weight                     columns of the weight
 
-Of such a pair, forward has one all-reduce (leave), and so has backward (enter), which goes on while gradients of
-weights are computed. With sequence parallelism, where input and output are slices of the sequence, forward has one
-all-gather and one reduce-scatter, and backward two all-gathers and one reduce-scatter.
+Such a pair has one all-reduce in forward (leave) and one in backward (enter), which overlaps with the gradients of
+weights. With sequence parallelism input and output are slices of the sequence: forward has one all-gather and one
+reduce-scatter, backward two all-gathers and one reduce-scatter.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...utils.arguments import check_flags, integer
-from ..product import entered_product, summed_product
+from ..overlapped_linear import column_linear, entered_linear
 from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard, check_divides
-from .layer import ShardedLayer, group_third
+from .sharded_layer import ShardedLayer, group_third
 
 _Layer = TypeVar("_Layer", bound="_ParallelLinear")
 
@@ -114,7 +114,7 @@ class _ParallelLinear(ShardedLayer):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of whose outputs each rank computes some: y = x Aᵀ + b with the rows of A divided.
+    """A linear layer with sharded outputs: y = x Aᵀ + b with the rows of A divided among the ranks.
 
     Construction is collective. First values are those of `torch.nn.Linear` under rank 0's seed, cut. Forward is
     local, or one all-gather with sequence parallelism. Backward sums the input's gradient over the ranks, while it
@@ -127,14 +127,14 @@ class ColumnParallelLinear(_ParallelLinear):
         process_group: The ranks; None means all.
         gather_output: Return the whole output on all ranks; one more all-gather.
         sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
-        sequence_dim: Which dimension of the input is the sequence.
-        shard: How rows of the weight (dim 0) are divided. None: evenly.
+        sequence_dim: Dimension of the sequence in the input.
+        shard: The rows of the weight (dim 0) on each rank; None means equal slices.
         input_is_entered: The input is the result of `axonmpi.tensor.enter`, or a function of it.
         device: Of the parameters; "meta" leaves them without values and sends nothing.
         dtype: Of the parameters.
 
     Attributes:
-        shards: How "weight" and "bias" are cut.
+        shards: The shards of "weight" and "bias".
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -163,8 +163,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             input_is_entered=input_is_entered,
         )
-        shard = _even(0, out_features, group, "out_features") if shard is None else shard
-        _check_shard(shard, 0, several=not gather_output)
+        shard = _chosen_shard(shard, 0, out_features, "out_features", group, copies=not gather_output)
         super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
         self.gather_output = gather_output
         self.input_is_entered = input_is_entered
@@ -172,7 +171,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.sequence_dim = integer("sequence_dim", sequence_dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's outputs; collective where the class says so.
+        """Compute this rank's outputs; collective with `gather_output` or sequence parallelism.
 
         Args:
             input: [..., in_features] the same on all ranks, or this rank's slice of the sequence.
@@ -187,17 +186,17 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check_features(input, self.in_features, "the whole input")
         group = self.process_group
         if self.input_is_entered:
-            output = entered_product(input, self.weight, self.bias)
+            output = entered_linear(input, self.weight, self.bias)
         else:
             dim = self._dim_of_sequence(input.shape) if self.sequence_parallel else None
-            output = summed_product(input, self.weight, self.bias, group, dim)
+            output = column_linear(input, self.weight, self.bias, group, dim)
         if not self.gather_output or group.size == 1:
             return output
         return join(output, group, self.shards["weight"].along(-1))
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of whose inputs each rank has some: y = Σ x Aᵀ + b with the columns of A divided.
+    """A linear layer with sharded inputs: y = Σ x Aᵀ + b with the columns of A divided among the ranks.
 
     Construction is collective. First values are those of `torch.nn.Linear` under rank 0's seed, cut. Forward sums
     over the ranks, backward is local; with sequence parallelism they are one reduce-scatter and one all-gather.
@@ -210,13 +209,13 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: The input is this rank's features. Otherwise it is whole, the same on all ranks, and its
             gradient is put together by one all-gather.
         sequence_parallel: Return this rank's slice of the sequence.
-        sequence_dim: Which dimension of the input is the sequence.
-        shard: How columns of the weight (dim 1) are divided. None: evenly.
+        sequence_dim: Dimension of the sequence in the input.
+        shard: The columns of the weight (dim 1) on each rank; None means equal slices.
         device: Of the parameters; "meta" leaves them without values and sends nothing.
         dtype: Of the parameters.
 
     Attributes:
-        shards: How "weight" is cut; "bias" is the same on all ranks, and its gradient is complete on each.
+        shards: The shard of "weight"; "bias" is the same on all ranks, and its gradient is complete on each.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -239,8 +238,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         has_bias, group = group_third("bias", bias, process_group, True)
         check_flags(bias=has_bias, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
-        shard = _even(1, in_features, group, "in_features") if shard is None else shard
-        _check_shard(shard, 1, several=False)
+        shard = _chosen_shard(shard, 1, in_features, "in_features", group, copies=False)
         super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
@@ -274,19 +272,21 @@ class RowParallelLinear(_ParallelLinear):
         return sum_parts(F.linear(input, self.weight), self.bias, group, dim, in_place=True)
 
 
-def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
-    integer(argument, features, minimum=1)
-    check_divides(argument, features, group.size, ", or say with shard= how it is divided")
-    return Shard.even(dim, features, group.size)
-
-
-def _check_shard(shard: object, dim: int, *, several: bool) -> None:
+def _chosen_shard(
+    shard: object, dim: int, features: int, argument: str, group: ProcessGroup, *, copies: bool
+) -> Shard:
+    """Return the checked shard of the weight, by default an even one; `copies` are allowed or not."""
+    if shard is None:
+        integer(argument, features, minimum=1)
+        check_divides(argument, features, group.size, ", or say with shard= how it is divided")
+        return Shard.even(dim, features, group.size)
     if not isinstance(shard, Shard):
         raise TypeError(f"shard: expected an axonmpi.tensor.Shard, got {type(shard).__name__}")
     if shard.dim != dim:
         raise ValueError(f"shard: expected one along dim {dim} of the weight, got one along dim {shard.dim}")
-    if shard.copies > 1 and not several:
+    if shard.copies > 1 and not copies:
         raise ValueError(
             f"shard: expected each row on one rank, got one with {shard.copies} copies, which is possible for "
             "divided outputs only"
         )
+    return shard

@@ -11,7 +11,7 @@ exp(logit - m), the only tensor of the logits' size that forward keeps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, integer, number
 from ...utils.device import device_at
-from ..product import apply
+from ..overlapped_linear import apply
 from ..regions import check_sequence, split_sequence
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -43,10 +43,10 @@ def parallel_cross_entropy(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
 ) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy` of the whole logits, which no rank has; collective.
+    """Return `torch.nn.functional.cross_entropy` of sharded logits, without gathering them; collective.
 
     Forward is one all-gather of a few numbers for each token; backward is local, or one all-gather of a number for
-    each token where losses are a slice of the sequence.
+    each token if losses are a slice of the sequence.
 
     Args:
         logits: [..., V / W] floating-point, this rank's slice of V (padded) entries on W ranks, in rank order, as
@@ -54,12 +54,12 @@ def parallel_cross_entropy(
         targets: [...] integers, the same on all ranks.
         group: The ranks; None means all.
         vocabulary: True number of entries; entries from there on are padding and do not count. None: all count.
-        ignore_index: Targets that do not count.
+        ignore_index: The target of tokens that do not count.
         label_smoothing: Share of the target's weight that is spread over all entries, from 0 to 1.
-        reduction: `"mean"` over the targets that count, `"sum"`, or `"none"`: [...], 0 where ignored.
+        reduction: `"mean"` over the targets that count, `"sum"`, or `"none"`: [...], 0 for ignored targets.
         sequence_parallel: With `"none"`, return the losses of this rank's slice of the sequence only. Logits and
-            targets are those of the whole sequence in any case, and so are the other reductions.
-        sequence_dim: Which dimension of `targets` is the sequence.
+            targets are of the full sequence in any case, and so are the other reductions.
+        sequence_dim: Dimension of the sequence in `targets`.
 
     Returns:
         The loss, the same on all ranks, or this rank's slice of the losses; float32 for 16-bit logits, else of the
@@ -83,8 +83,8 @@ def parallel_cross_entropy(
     flat = targets.reshape(-1).long()
     ignored = flat == ignore_index
     _check_targets(flat, ignored, vocabulary, ignore_index, group.rank)
-    options = _Options(group, vocabulary, label_smoothing)
-    losses = apply(_TokenLosses, logits.reshape(-1, logits.shape[-1]), flat, ignored, options)
+    rows = logits.reshape(-1, logits.shape[-1])
+    losses = apply(_TokenLosses, rows, flat, ignored, group, vocabulary, label_smoothing)
     if reduction == "none":
         losses = losses.view(targets.shape)
         return split_sequence(losses, group, sequence_dim) if sequence_parallel else losses
@@ -92,18 +92,19 @@ def parallel_cross_entropy(
     return total if reduction == "sum" else total / ignored.logical_not().sum()
 
 
-class _Options(NamedTuple):
-    group: ProcessGroup
-    vocabulary: int
-    label_smoothing: float
-
-
 class _TokenLosses(Function):
-    """[N, V / W] logits, [N] targets -> [N] losses, 0 where ignored."""
+    """[N, V / W] logits, [N] targets -> [N] losses, 0 for ignored targets."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, options: _Options) -> Tensor:
-        group, vocabulary, smoothing = options
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignored: Tensor,
+        group: ProcessGroup,
+        vocabulary: int,
+        smoothing: float,
+    ) -> Tensor:
         local = logits.shape[1]
         start = group.rank * local
         count = max(0, min(local, vocabulary - start))
@@ -124,8 +125,7 @@ class _TokenLosses(Function):
             spread = logsumexp - gathered[:, 3].sum(0) / vocabulary
             losses = losses.mul_(1 - smoothing).add_(spread, alpha=smoothing)
         ctx.save_for_backward(powers.to(logits.dtype), (top - highest).exp_() / total, columns, own, ignored)
-        ctx.options = options
-        ctx.width = local
+        ctx.options = local, vocabulary, smoothing
         result: Tensor = losses.masked_fill_(ignored, 0)
         return result
 
@@ -133,10 +133,10 @@ class _TokenLosses(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         powers, factors, columns, own, ignored = ctx.saved_tensors
-        _, vocabulary, smoothing = ctx.options
+        local, vocabulary, smoothing = ctx.options
         count = powers.shape[1]
         weights = grad.masked_fill(ignored, 0)  # [N]
-        gradient = powers.new_empty(len(powers), ctx.width)
+        gradient = powers.new_empty(len(powers), local)
         gradient[:, count:] = 0
         inner = gradient[:, :count]
         torch.mul(powers, (factors * weights)[:, None], out=inner)
@@ -145,7 +145,7 @@ class _TokenLosses(Function):
         if count:
             at_target = (weights * (smoothing - 1)).masked_fill_(~own, 0).to(inner.dtype)
             inner.scatter_add_(1, columns[:, None], at_target[:, None])
-        return gradient, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _gathered(rows: Tensor, local: int, group: ProcessGroup) -> Tensor:
@@ -175,7 +175,7 @@ def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _picked(values: Tensor, columns: Tensor, own: Tensor) -> Tensor:
-    """Return one value of each row, 0 where it is not this rank's."""
+    """Return one value of each row, 0 in rows without a target on this rank."""
     if not values.shape[1]:
         return values.new_zeros(len(values))
     return values.gather(1, columns[:, None])[:, 0].masked_fill_(~own, 0)

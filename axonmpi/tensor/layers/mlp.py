@@ -1,4 +1,4 @@
-"""Perceptrons whose hidden features are divided among ranks.
+"""Multi-layer perceptrons (MLPs) with their hidden features sharded over ranks.
 
     x ── up, a column layer ── activation ── down, a row layer ── sum over ranks          ParallelMLP
 
@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ParallelMLP(nn.Module):
-    """Two linear layers with an activation between, hidden features divided among the ranks; made collectively.
+    """Two linear layers with an activation between, hidden features sharded over the ranks; made collectively.
 
     Under the same seed its initial values are those of `torch.nn.Linear(hidden, intermediate, bias)` and
     `torch.nn.Linear(intermediate, hidden, bias)`, made in this order.
@@ -102,10 +102,10 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelGatedMLP(nn.Module):
-    """A perceptron whose hidden features are gated, as in Llama; divided among the ranks; made collectively.
+    """An MLP with gated hidden features, as in Llama, sharded over the ranks; made collectively.
 
     Under the same seed its initial values are those of `torch.nn.Linear(hidden, 2 * intermediate, bias)`, the gate
-    and what it gates in one layer, and `torch.nn.Linear(intermediate, hidden, bias)`, made in this order.
+    and the gated features in one layer, and `torch.nn.Linear(intermediate, hidden, bias)`, made in this order.
 
     Args:
         hidden: Features of the input and the output.

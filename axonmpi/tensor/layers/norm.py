@@ -1,9 +1,8 @@
-"""Modules with whole parameters that compute on a slice of the sequence, such as norms.
+"""Modules with replicated parameters that compute on a slice of the sequence, such as norms.
 
-With sequence parallelism each rank normalizes its own positions. The parameters are the same on all ranks, and
-each rank's gradient is that of its positions only. So gradients are summed over the ranks in backward, all of a
-module's parameters in one all-reduce. Optimizers, DDP and FSDP, which see the parameters themselves, find complete
-gradients.
+With sequence parallelism each rank normalizes its own positions. The parameters are the same on all ranks, and each
+rank has the gradient of its positions only. So backward sums gradients over the ranks, all of a module's parameters
+in one all-reduce. Optimizers, DDP and FSDP, which see the parameters themselves, find complete gradients.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -24,7 +23,7 @@ from ..regions import shared
 from ..shards import Sharded
 
 ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
-"""Norms that need the whole sequence."""
+"""Norms that need the full sequence."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -54,13 +53,13 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
 
 
 def sum_over_copies(module: nn.Module, group: ProcessGroup, copies: int) -> None:
-    """Let the gradients of a module be summed over the ranks that have the same parameters; collective.
+    """Let the gradients of a module be summed over the ranks with the same parameters; collective.
 
     Args:
-        module: Each rank computes something else with them; changed in place. Its backward is collective over the
-            ranks that have the same, unless there is one alone.
+        module: Each rank computes another result with them; changed in place. With copies its backward is
+            collective over the ranks that share the parameters.
         group: The ranks.
-        copies: How many neighbours in the group have the same.
+        copies: Number of neighbours in the group with the same parameters.
     """
     if copies > 1:
         parts = [range(first, first + copies) for first in range(0, group.size, copies)]
@@ -76,72 +75,72 @@ def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     the parameters, come first.
 
     Args:
-        module: Each rank computes with something else; changed in place. Its backward is collective.
+        module: Each rank computes with another input; changed in place. Its backward is collective.
         group: The ranks.
     """
     changed: Any = module
     kind: Any = type(module)
     changed._gradient_group = group
-    changed.__class__ = _summing(kind)
+    changed.__class__ = _summing_class(kind)
 
 
 def _check(module: nn.Module) -> None:
-    """Raise unless the sums of a module's gradients over the ranks are those of the whole sequence."""
+    """Raise unless the sums of a module's gradients over the ranks are the gradients of the full sequence."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     for name, inner in module.named_modules():
-        what = repr(name) if name else type(module).__name__
-        if isinstance(inner, _Summing):
+        shown = repr(name) if name else type(module).__name__
+        if isinstance(inner, _SumsGradients):
             raise ValueError(
-                f"module: the gradients of {what} are summed over the ranks already; "
+                f"module: the gradients of {shown} are summed over the ranks already; "
                 "call sequence_parallel_norm() once for each module"
             )
         if isinstance(inner, ACROSS_POSITIONS):
-            raise ValueError(f"module: expected one that treats each position alone, {what} does not")
+            raise ValueError(f"module: expected one that treats each position alone, {shown} does not")
         if isinstance(inner, Sharded):
-            raise ValueError(f"module: expected the same parameters on all ranks, those of {what} are divided")
+            raise ValueError(f"module: expected the same parameters on all ranks, those of {shown} are divided")
         if "forward" in vars(inner):
             raise ValueError(
-                f"module: expected the forward of its class, that of {what} was replaced on the instance; call "
+                f"module: expected the forward of its class, that of {shown} was replaced on the instance; call "
                 "sequence_parallel_norm() before whatever replaces it"
             )
 
 
-class _Summing(nn.Module):
-    """The base class that goes before a module's own class."""
+class _SumsGradients(nn.Module):
+    """The base class in front of a module's own class."""
 
     _gradient_group: ProcessGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's own class does."""
-        with _summed(self, self._gradient_group):
+        with _summed_gradients(self, self._gradient_group):
             return super().forward(*args, **kwargs)
 
 
 @functools.cache
-def _summing(kind: Any) -> Any:
+def _summing_class(kind: Any) -> Any:
     """Return the subclass of a module's class, always the same one."""
-    return type(kind.__name__, (_Summing, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(kind.__name__, (_SumsGradients, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 @contextmanager
-def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Put tensors in place of a module's parameters, to which backward passes the sums of their gradients."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
+def _summed_gradients(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Replace a module's parameters by tensors whose gradients backward sums over the ranks."""
+    owners: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    if not places or not torch.is_grad_enabled():
+    if not owners or not torch.is_grad_enabled():
         yield
         return
-    unique = {id(parameter): parameter for _, _, parameter in places}  # in an order that all ranks have
+    unique = {id(parameter): parameter for _, _, parameter in owners}  # in an order that all ranks have
     through = dict(zip(unique, shared(list(unique.values()), group), strict=True))
     try:
-        for owned, name, parameter in places:
+        for owned, name, parameter in owners:
             owned[name] = through[id(parameter)]
         yield
     finally:
-        for owned, name, parameter in places:
+        for owned, name, parameter in owners:
             owned[name] = parameter

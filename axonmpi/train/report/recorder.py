@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...collectives.agreement import raised_on_all
+from ...across_ranks.comparison import raised_on_all
 from ...groups.process_group import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart

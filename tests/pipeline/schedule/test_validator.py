@@ -22,7 +22,7 @@ from axonmpi.pipeline import (
     simulate,
     validate,
 )
-from axonmpi.pipeline.schedule import grid
+from axonmpi.pipeline.schedule import schedule_error
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
@@ -175,7 +175,7 @@ def test_the_error_in_the_docstring_and_on_the_page():
     first, second = schedule.actions
     with pytest.raises(ScheduleError) as caught:
         validate(replace(schedule, actions=(first, (second[2], *second))))
-    assert str(caught.value) in grid.__doc__.replace("\n    ", "\n")
+    assert str(caught.value) in schedule_error.__doc__.replace("\n    ", "\n")
     assert f"```text\n{caught.value}\n```" in (REPOSITORY / "docs/schedules.md").read_text(encoding="utf-8")
 
 

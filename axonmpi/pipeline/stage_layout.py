@@ -1,4 +1,4 @@
-"""The checks of a pipeline's arguments, and the plan that they make."""
+"""The layout of a pipeline: stages on ranks, edges, skips and ties, with the checks of these arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ScheduleMaker = Callable[[int], Schedule]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The layout of a pipeline, the same on all ranks.
+class StageLayout:
+    """The stages of a pipeline and the connections between them, the same on all ranks.
 
     Attributes:
         placement: The rank of each stage.
@@ -43,7 +43,7 @@ class Plan:
     seed: int | None
 
     def described(self) -> list[str]:
-        """Return the arguments that have to be the same on all ranks."""
+        """Return texts of the arguments that have to be the same on all ranks."""
         kind = self.schedule if isinstance(self.schedule, PipelineSchedule) else "made by a function"
         return [
             f"stages: on ranks {list(self.placement)}",
@@ -79,7 +79,7 @@ class Plan:
 
 
 def own_modules(stages: Iterable[PipelineStage], group: ProcessGroup) -> dict[int, nn.Module]:
-    """Check the stages of a pipeline; return the modules of this rank's by number. Local.
+    """Check the stages of a pipeline; return this rank's modules by number. Local.
 
     Raises:
         TypeError: The stages are not all `PipelineStage` objects.
@@ -117,7 +117,7 @@ def _placement(stages: Iterable[PipelineStage]) -> tuple[int, ...]:
 
 
 def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
-    """Raise if ranks of the pipeline, which have different stages, share parameters or gradients of one; local.
+    """Raise if ranks of the pipeline, which have different stages, share parameters or gradients; local.
 
     Raises:
         ValueError: A layer of the stage is divided over ranks of the pipeline, or a wrapper in it averages over
@@ -140,10 +140,10 @@ def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
 
 
 def chosen_schedule(schedule: PipelineSchedule | ScheduleMaker | str) -> PipelineSchedule | ScheduleMaker:
-    """Return a schedule that was given, or the one of this name.
+    """Return the schedule, which may be given by its name.
 
     Raises:
-        TypeError: It is neither, nor a function.
+        TypeError: It is no schedule, name or function.
         ValueError: No schedule has this name.
     """
     return schedule if callable(schedule) else member("schedule", PipelineSchedule, schedule)
@@ -153,7 +153,7 @@ def placement_for(num_stages: int, num_ranks: int, schedule: PipelineSchedule | 
     """Return the rank of each stage for a schedule.
 
     Raises:
-        ValueError: The stages cannot be dealt out to the ranks.
+        ValueError: The number of stages is no multiple of the number of ranks.
     """
     if num_stages % num_ranks or not num_stages:
         fitting = max(num_stages // num_ranks, 1) * num_ranks
@@ -199,7 +199,7 @@ def _check_tie(tie: Tie, num_stages: int, modules: Mapping[int, nn.Module]) -> N
         raise ValueError(f"ties: expected parameters of several stages, got {list(tie)}")
 
 
-def lay_out(
+def make_layout(
     stages: Sequence[PipelineStage],
     group: ProcessGroup,
     schedule: PipelineSchedule | ScheduleMaker | str,
@@ -207,8 +207,8 @@ def lay_out(
     skips: Mapping[str, tuple[int, int]] | None,
     ties: Sequence[Sequence[tuple[int, str]]],
     seed: int | None,
-) -> Plan:
-    """Lay out a pipeline; local. The arguments are those of `Pipeline`.
+) -> StageLayout:
+    """Return the layout of a pipeline; local. The arguments are as in `Pipeline`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -227,4 +227,6 @@ def lay_out(
     checked_ties = tuple(tuple((stage, name) for stage, name in tie) for tie in ties)
     for tie in checked_ties:
         _check_tie(tie, len(placement), modules)
-    return Plan(placement, edges, routes, schedule, checked_ties, None if seed is None else integer("seed", seed))
+    return StageLayout(
+        placement, edges, routes, schedule, checked_ties, None if seed is None else integer("seed", seed)
+    )

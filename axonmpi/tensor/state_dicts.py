@@ -1,11 +1,11 @@
-"""State dicts of whole models from divided ones, and back.
+"""Full state dicts of models with parallel layers, and back.
 
-    this rank's state dict ── full_state_dict ──> the whole one, the same on all ranks
-    this rank's state dict <── local_state_dict ── the whole one
+    this rank's state dict ── full_state_dict ──> full state dict, the same on all ranks
+    this rank's state dict <── local_state_dict ── full state dict
 
-Names are the same in both. Tensors with the shapes of parameters can be joined under their names: values,
-gradients, the averages of an optimizer. DDP and FSDP on another axis wrap the divided model: the whole parameters
-that they give are this rank's parts.
+Names are the same in both. Any tensors with the shapes of parameters can be joined under their names: values,
+gradients, the averages of an optimizer. DDP and FSDP on another mesh axis wrap the divided model: their full
+parameters are this rank's shards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags
-from .shards import Shard, Sharded
-from .transposed import TransposedShard, whole_shape
+from .shards import Shard, Sharded, gather_shards, scatter_shards
 
 
 @torch.no_grad()
@@ -31,73 +30,64 @@ def full_state_dict(
 
     Args:
         module: A model with parallel layers, also one wrapped in DDP or FSDP.
-        state: This rank's parts by the names of the model's parameters, such as gradients, or the result of
-            `FullyShardedDataParallel.full_state_dict()`; None means the model's own state dict. Values that belong
-            to no parameter that is cut go into the result as they are, as does None.
+        state: This rank's shards by the names of the model's parameters, such as gradients, or the result of
+            `FullyShardedDataParallel.full_state_dict()`; None means the model's own state dict. Values of
+            replicated parameters and None are returned unchanged.
         rank0_only: Only rank 0 of the model's group gets it; the others get an empty dict.
 
     Returns:
-        The whole state dict, with new tensors where parameters are cut; empty where `state` is empty on all ranks.
+        The full state dict, with new tensors for sharded parameters; empty if `state` is empty on all ranks.
 
     Raises:
-        ValueError: The ranks' names differ, or a tensor is not a part of its parameter; on all ranks.
+        ValueError: The ranks' names differ, or a tensor is not a shard of its parameter; on all ranks.
     """
     check_flags(rank0_only=rank0_only)
     module = _unwrapped(module)
     group, shards = _cuts(module)
     state = module.state_dict() if state is None else state
-    parts = {name: shards[name] for name, value in state.items() if name in shards and value is not None}
+    sharded = {name: shards[name] for name, value in state.items() if name in shards and value is not None}
     with raised_on_all(group.backend):
-        _check_fit("state", parts, state, whole=False)
-    what = "state: expected the same names in the same order on all ranks"
-    same_on_all_ranks(group.backend, parts, what, "Give the state of the same model on every rank.")
-    wants = not rank0_only or group.rank == 0
-    result = {}
-    for name, value in state.items():
-        whole = _joined(value, parts[name], group, rank0_only=rank0_only) if name in parts else value
-        if wants:
-            result[name] = whole
-    return result
-
-
-def _joined(value: Tensor, shard: Shard, group: ProcessGroup, *, rank0_only: bool) -> Tensor | None:
-    part = value.detach()[None]
-    if rank0_only:
-        parts = group.gather(part)
-        return None if parts is None else shard.join([one[0] for one in parts])
-    return shard.join(group.backend.all_gather(part, sizes=[1] * group.size).unbind(0))
+        _check_fit("state", sharded, state, full=False)
+    problem = "state: expected the same names in the same order on all ranks"
+    same_on_all_ranks(group.backend, sharded, problem, "Give the state of the same model on every rank.")
+    result = dict(state)
+    for name, shard in sharded.items():
+        part = state[name].detach()
+        if not rank0_only:
+            result[name] = gather_shards(part, shard, group)
+        elif (parts := group.gather(part[None])) is not None:
+            result[name] = shard.join([one[0] for one in parts])
+    return result if not rank0_only or group.rank == 0 else {}
 
 
 def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of a state dict of the whole model; local.
+    """Return this rank's state dict from a full one; local.
 
     Args:
         module: A model with parallel layers, also one wrapped in DDP or FSDP.
         state_dict: Of the model before it was divided, or gradients and the like by the names of parameters.
 
     Returns:
-        The same names, with new tensors where parameters are cut, for `load_state_dict` of the model or
+        The same names, with new tensors for sharded parameters, for `load_state_dict` of the model or
         `FullyShardedDataParallel.load_full_state_dict`.
 
     Raises:
         ValueError: A tensor has not the shape of its parameter.
     """
     group, shards = _cuts(_unwrapped(module))
-    cut = {name: shards[name] for name, value in state_dict.items() if name in shards and value is not None}
-    _check_fit("state_dict", cut, state_dict, whole=True)
-    return {
-        name: cut[name].cut(value.detach(), group.rank) if name in cut else value
-        for name, value in state_dict.items()
-    }
+    sharded = {name: shards[name] for name, value in state_dict.items() if name in shards and value is not None}
+    _check_fit("state_dict", sharded, state_dict, full=True)
+    own = {name: shard.cut(state_dict[name].detach(), group.rank) for name, shard in sharded.items()}
+    return {**state_dict, **own}
 
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
-    """Load a state dict of the whole model; collective, one tensor after the other.
+    """Load a full state dict from rank 0; collective, one tensor after the other.
 
     Args:
-        module: A model with parallel layers, not wrapped in FSDP: for that there is `local_state_dict`.
-        state_dict: On rank 0 of the model's group; ignored on other ranks, where it may be None.
+        module: A model with parallel layers, not wrapped in FSDP: use `local_state_dict` there.
+        state_dict: On rank 0 of the model's group; ignored on other ranks, may be None there.
         strict: Missing and unexpected names are an error.
 
     Raises:
@@ -120,7 +110,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
 
 
 def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> Any:
-    """Return this rank's part of a value of rank 0; collective."""
+    """Return this rank's shard of a value of rank 0; collective."""
     is_first = group.rank == 0
     if not isinstance(own, Tensor):
         return group.broadcast_object(whole)
@@ -128,21 +118,20 @@ def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> 
         value = whole.to(own).clone() if is_first else torch.empty_like(own)
         group.broadcast(value)
         return value
-    parts = [shard.cut(whole.to(own), rank) for rank in range(group.size)] if is_first else None
-    return group.scatter(None if parts is None else torch.stack(parts))[0]
+    return scatter_shards(whole.to(own) if is_first else None, shard, group)
 
 
 def copies(module: nn.Module) -> dict[str, int]:
-    """Return on how many ranks of the model's group each parameter's gradients are the same; local.
+    """Return the number of ranks in the model's group that have the same gradients of each parameter; local.
 
-    A norm over the whole model divides by it, so that each element counts once.
+    A norm over the full model divides by it, so that each element counts once.
 
     Args:
         module: A model with parallel layers, also one wrapped in DDP or FSDP.
 
     Returns:
-        The number by the parameter's name in the model inside such wrappers: 1 for a parameter each element of
-        which one rank has, the size of the group for one that all ranks have.
+        The number by the parameter's name in the model inside such wrappers: 1 for a sharded parameter without
+        copies, the size of the group for a replicated one.
     """
     module = _unwrapped(module)
     group, shards = _cuts(module)
@@ -163,7 +152,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _cuts(module: nn.Module) -> tuple[ProcessGroup, dict[str, Shard]]:
-    """Return the ranks that share a model, and how its parameters are cut, by all of their names."""
+    """Return the ranks that share a model, and the shards of its parameters, by all of their names."""
     shards: dict[str, Shard] = {}
     groups = []
     for name, part in module.named_modules(remove_duplicate=False):
@@ -180,12 +169,12 @@ def _cuts(module: nn.Module) -> tuple[ProcessGroup, dict[str, Shard]]:
 # ---- checking ---------------------------------------------------------------------------------------------------
 
 
-def _check_fit(argument: str, shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bool) -> None:
-    """Raise if a tensor is not a whole parameter, or not a rank's part of one; local."""
+def _check_fit(argument: str, shards: Mapping[str, Shard], state: Mapping[str, Any], *, full: bool) -> None:
+    """Raise unless each tensor has the size of the full parameter, or of this rank's shard; local."""
     wrong = []
     for name, shard in shards.items():
-        dim = 1 - shard.dim if whole and isinstance(shard, TransposedShard) else shard.dim
-        size = shard.size if whole else shard.local
+        dim = 1 - shard.dim if full and shard.is_transposed else shard.dim
+        size = shard.size if full else shard.local
         shape = list(state[name].shape)
         if len(shape) <= dim or shape[dim] != size:
             wrong.append(f"{name}: expected size {size} along dim {dim}, got shape {shape}")
@@ -203,12 +192,11 @@ def _check_loadable(own: Mapping[str, Any], shards: Mapping[str, Shard], given: 
     if strict and unexpected:
         problems.append(f"unexpected: {', '.join(unexpected)}")
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    shapes = {name: whole_shape(shards.get(name), value.shape) for name, value in tensors.items() if name in given}
-    wrong = [
-        f"{name}: expected {shape}, got {_shape_text(given[name])}"
-        for name, shape in shapes.items()
-        if _shape_text(given[name]) != str(shape)
-    ]
+    wrong = []
+    for name, value in tensors.items():
+        shape = shards[name].full_shape(value.shape) if name in shards else list(value.shape)
+        if name in given and _shape_text(given[name]) != str(shape):
+            wrong.append(f"{name}: expected {shape}, got {_shape_text(given[name])}")
     if wrong:
         problems.append(f"wrong shapes: {'; '.join(wrong)}")
     if any(value.is_meta for value in tensors.values()):

@@ -1,4 +1,4 @@
-"""Errors in schedules, which show the place (without torch).
+"""The error for a wrong schedule, with a picture of the actions around the mistake (without torch).
 
     1F1B, rank 1, step 3, stage 1, micro-batch 0: F1.0 is there twice, at step 0 already
              0     1        2        3        4        5        6     7
@@ -38,7 +38,7 @@ def fault(schedule: Schedule, wrong: Mapping[tuple[int, int], Action], problem: 
         schedule: The schedule.
         wrong: The actions that are wrong, by rank and step, the first one in the middle of the picture; one that
             is missing has the step after the last.
-        problem: What is wrong.
+        problem: The end of the message's first line.
     """
     (rank, step), action = next(iter(wrong.items()))
     where = f"{schedule.name}, rank {rank}, step {step}, stage {action.stage}, micro-batch {action.micro_batch}"

@@ -1,4 +1,4 @@
-"""The product of a column layer, in whose backward the ranks communicate while they compute.
+"""The linear operation of column layers, with communication that overlaps the computation of backward.
 
     forward      x ── gather ── y = x wᵀ + b
     backward     dy ── start to gather x ── dx = dy w ── start the sum of dx ── dw = dyᵀ x ── wait for dx
@@ -6,8 +6,8 @@
 Without sequence parallelism nothing is gathered, and the sum is an all-reduce. With it each rank has a slice of x:
 the sum is a reduce-scatter, and only the slice is kept for backward.
 
-Layers that share an input get the result of `enter`, which gathers it and sums dx once for all of them. It attaches
-this rank's slice to the tensor: the layers keep the slice, and in backward the first of them gathers it for all.
+Layers that share an input get the result of `regions.enter`, which gathers it and sums dx once for all layers. It
+attaches this rank's slice to the tensor: layers keep the slice, and in backward the first one gathers it for all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..utils.torch_internals import engine_runs
 _ENTERED = "_axonmpi_entered"
 
 
-def summed_product(
+def column_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None
 ) -> Tensor:
     """Return x wᵀ + b; backward sums the gradient of x over the ranks, and is collective as forward is.
@@ -38,17 +38,17 @@ def summed_product(
         weight: [out, in].
         bias: [out], or None.
         group: The ranks, each of which has other outputs.
-        dim: Which dimension of the input is the sequence; None without sequence parallelism.
+        dim: Dimension of the sequence in the input; None without sequence parallelism.
     """
     if group.size == 1 or (dim is None and not is_differentiated(input)):
         return F.linear(input, weight, bias)
     local, weight, bias = _cast(input, weight, bias)
     whole = local if dim is None else gathered(local.detach(), group, dim)
-    rows = apply(_Product, local, weight, bias, (whole, local), Gathering(group, dim), True)
+    rows = apply(_OverlappedLinear, local, weight, bias, (whole, local), InputGather(group, dim), True)
     return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
-def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def entered_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x wᵀ + b of the result of `enter`, or of a function of it; backward gathers a sequence again.
 
     Args:
@@ -60,21 +60,21 @@ def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
         return F.linear(input, weight, bias)
     gathering, local = getattr(input, _ENTERED)
     whole, weight, bias = _cast(input, weight, bias)
-    rows = apply(_Product, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
+    rows = apply(_OverlappedLinear, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
     return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
-class Gathering:
-    """Makes the slices of an input whole again in backward, once for all layers that share the input.
+class InputGather:
+    """The all-gather of an input in backward, once for all layers that share the input.
 
     Args:
         group: The ranks.
-        dim: Which dimension is the sequence; None if each rank has the whole input.
+        dim: Dimension of the sequence; None if each rank has the full input.
 
     Attributes:
-        group: As given.
-        dim: As given.
-        users: How many layers need the whole input in backward.
+        group: The ranks.
+        dim: Dimension of the sequence, or None.
+        users: Number of layers that need the full input in backward.
     """
 
     def __init__(self, group: ProcessGroup, dim: int | None) -> None:
@@ -123,10 +123,10 @@ class Gathering:
         return whole
 
 
-class _Product(Function):
-    """[..., in] -> [N, out], where the ranks have other rows of the weight.
+class _OverlappedLinear(Function):
+    """[..., in] -> [N, out], with other rows of the weight on each rank.
 
-    The result is no view, as [..., out] would be: views that such a function returns cannot be changed in place.
+    A result [..., out] would be a view, and views that an autograd function returns cannot be changed in place.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class _Product(Function):
         weight: Tensor,
         bias: Tensor | None,
         values: tuple[Tensor, Tensor],
-        gathering: Gathering,
+        gathering: InputGather,
         sums: bool,
     ) -> Tensor:
         whole, local = values
@@ -176,7 +176,7 @@ def _start_sum(parts: Tensor, group: ProcessGroup, dim: int | None) -> tuple[Ten
 
 
 def _is_wanted(node: Any, number: int) -> bool:
-    """Say whether the backward that runs now needs the gradient of an input of this node; local."""
+    """Return True if the backward that runs now needs the gradient of an input of this node; local."""
     if not node.needs_input_grad[number]:
         return False
     try:
@@ -186,7 +186,7 @@ def _is_wanted(node: Any, number: int) -> bool:
 
 
 def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Return the whole sequence of the ranks' slices; collective.
+    """Return the full sequence of the ranks' slices; collective.
 
     Raises:
         ValueError: The slices are not equally long.
@@ -202,7 +202,7 @@ def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def is_differentiated(tensor: Tensor) -> bool:
-    """Say whether autograd records operations on a tensor; local."""
+    """Return True if autograd records operations on a tensor; local."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -217,7 +217,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands of a linear layer in the dtype of autocast, where it is enabled."""
+    """Return the operands of a linear layer, in the dtype of autocast if it is enabled."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return input, weight, bias

@@ -1,10 +1,10 @@
-"""Layers with cut parameters: their initial values, and their whole parameters.
+"""The base of layers with sharded parameters: initial values, and full parameters.
 
 A layer has the same initial values as torch's own layer under the same seed. So rank 0 makes that layer, each rank
-gets its part, and the generators of all ranks get the state of rank 0's:
+gets its shard, and the generators of all ranks get the state of rank 0's:
 
-    rank 0   torch.nn.Linear(...) ── state of the generator ── parts ──┐
-    others                        ◀── state ───────────────── part ◀──┘
+    rank 0   torch.nn.Linear(...) ── state of the generator ── shards ──┐
+    others                        ◀── state ───────────────── shard ◀──┘
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...groups.world import group_of_this_rank
 from ...utils.device import device_at
 from ...wrapping.optimizer_hooks import mark_gradient, watch_optimizers
 from ...wrapping.partial import mark_state
-from ..shards import Shard
+from ..shards import Shard, gather_shards, scatter_shards
 
 T = TypeVar("T")
 
@@ -31,13 +31,13 @@ T = TypeVar("T")
 def group_third(
     name: str, third: T | ProcessGroup, given: ProcessGroup | None, default: T
 ) -> tuple[T, ProcessGroup]:
-    """Return a layer's third argument and its group, for which the third argument may stand; local.
+    """Return a layer's third argument and its group, which may be passed third, too; local.
 
     Args:
         name: The third argument's name, for the message.
         third: The third argument.
         given: The argument `process_group`; None means the default group.
-        default: The value of the third argument where the group stands for it.
+        default: The value of the third argument if a group was passed in its position.
 
     Raises:
         TypeError: There are two groups, or `given` is no group.
@@ -51,19 +51,19 @@ def group_third(
 
 
 class ShardedLayer(nn.Module, ABC):
-    """A layer some of whose parameters are cut over the ranks of a group; a `Sharded`.
+    """A layer with parameters that are sharded over the ranks of a group; a `Sharded`.
 
     Args:
-        shapes: The shape of each parameter of the whole layer; None if there is no such parameter.
-        shards: How parameters are cut, by name; the others are the same on all ranks.
+        shapes: The shape of each full parameter; None for a parameter that the layer has not.
+        shards: By parameter name; parameters without one are the same on all ranks.
         process_group: The ranks.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Attributes:
         process_group: The ranks.
-        shards: How parameters are cut, by name.
-        sequence_dim: Which dimension of activations is the sequence; set by layers that can divide it.
+        shards: By parameter name.
+        sequence_dim: Dimension of the sequence in activations; set by layers that can shard it.
 
     Raises:
         ValueError: A shard is not for this size or this number of ranks.
@@ -85,19 +85,19 @@ class ShardedLayer(nn.Module, ABC):
         self.process_group = process_group
         self.shards = {name: shard for name, shard in shards.items() if shapes[name] is not None}
         for name, shape in shapes.items():
-            if shape is None:
-                self.register_parameter(name, None)
-                continue
-            local = list(shape)
-            if name in self.shards:
-                shard = _checked(self.shards[name], shape, self.process_group.size)
-                local[shard.dim] = shard.local
-            self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+            parameter = None
+            if shape is not None:
+                local = list(shape)
+                if name in self.shards:
+                    shard = _checked(self.shards[name], shape, self.process_group.size)
+                    local[shard.dim] = shard.local
+                parameter = nn.Parameter(torch.empty(local, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
         self.mark_parts()
         mark_state(self)
 
     def mark_parts(self) -> None:
-        """Mark the parameters that are cut as parts, unless they are marked; local."""
+        """Mark the sharded parameters, unless they are marked; local."""
         for name, shard in self.shards.items():
             parameter = self._parameters[name]
             if parameter is not None and not axes_of(parameter) and isinstance(parameter, nn.Parameter):
@@ -107,7 +107,7 @@ class ShardedLayer(nn.Module, ABC):
                     parameter.register_post_accumulate_grad_hook(mark_gradient)
 
     def _dim_of_sequence(self, shape: Sequence[int]) -> int:
-        """Return which dimension is the sequence, from 0, of activations whose last one is their features."""
+        """Return the dimension of the sequence, from 0; the last dimension has the features."""
         dim = wrap_dim(self.sequence_dim, len(shape))
         if dim == len(shape) - 1:
             raise ValueError(
@@ -121,62 +121,55 @@ class ShardedLayer(nn.Module, ABC):
         """Make torch's own layer, whose parameters have the same names."""
 
     def reset_parameters(self) -> None:
-        """Draw new values, those of torch's own layer under rank 0's seed; collective.
+        """Draw the values of torch's own layer under rank 0's seed; collective.
 
-        All ranks' default generators get the state of rank 0's. Only rank 0 has the whole parameters, for a moment.
-        Nothing happens on the meta device.
+        All ranks' default generators get the state of rank 0's. Only rank 0 allocates the full parameters, for a
+        moment. Nothing happens on the meta device.
         """
         device = next(self.parameters()).device
         if device.type == "meta":
             return
         group = self.process_group
         group.barrier()  # mock ranks have one generator: no other rank may draw from it while rank 0 does
-        whole = dict(self._whole_layer().named_parameters()) if group.rank == 0 else {}
+        full = dict(self._whole_layer().named_parameters()) if group.rank == 0 else {}
         control, generator = group.backend.control, device_at(device)
         state = generator.random_state().to(control.place)
         control.broadcast(state)
         generator.set_random_state(state.cpu())
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                self._spread(name, parameter, whole.get(name))
+                if name in self.shards:
+                    part = scatter_shards(full.get(name), self.shards[name], group)
+                    self._check_shape(name, part)
+                    parameter.copy_(part)
+                else:
+                    parameter.copy_(full.get(name, parameter))
+                    group.broadcast(parameter)
 
-    def _spread(self, name: str, parameter: Tensor, whole: Tensor | None) -> None:
-        """Give each rank its part of rank 0's parameter."""
-        group, shard = self.process_group, self.shards.get(name)
-        if shard is None:
-            if whole is not None:
-                parameter.copy_(whole)
-            group.broadcast(parameter)
-            return
-        parts = None
-        if whole is not None:
-            parts = torch.stack([shard.cut(whole, rank) for rank in range(group.size)])
-        part = group.scatter(parts)[0]
-        if part.shape != parameter.shape:
+    def _check_shape(self, name: str, part: Tensor) -> None:
+        """Raise unless a shard from rank 0 has the shape of this rank's parameter."""
+        shape = self.get_parameter(name).shape
+        if part.shape != shape:
             raise ValueError(
                 f"expected a {type(self).__name__} of the same sizes on all ranks, got a {name} of shape "
-                f"{list(parameter.shape)} on rank {group.rank}, and one of {list(part.shape)} on rank 0"
+                f"{list(shape)} on rank {self.process_group.rank}, and one of {list(part.shape)} on rank 0"
             )
-        parameter.copy_(part)
 
     def _take(self, layer: nn.Module) -> None:
-        """Copy this rank's part of a whole layer, and which parameters of it are trained."""
+        """Copy this rank's shards of a full layer, and their `requires_grad`."""
         self.to_empty(device=next(layer.parameters()).device)
         self.train(layer.training)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                whole, shard = layer.get_parameter(name), self.shards.get(name)
-                parameter.copy_(whole if shard is None else shard.cut(whole, self.process_group.rank))
-                parameter.requires_grad_(whole.requires_grad)
+                full, shard = layer.get_parameter(name), self.shards.get(name)
+                parameter.copy_(full if shard is None else shard.cut(full, self.process_group.rank))
+                parameter.requires_grad_(full.requires_grad)
         self.mark_parts()
 
     def _full(self, name: str) -> Tensor:
-        """Return a whole parameter, a new tensor; collective if it is cut."""
+        """Return a full parameter, a new tensor; collective if it is sharded."""
         parameter, shard = self.get_parameter(name).detach(), self.shards.get(name)
-        if shard is None:
-            return parameter.clone()
-        group = self.process_group
-        return shard.join(group.backend.all_gather(parameter[None], sizes=[1] * group.size).unbind(0))
+        return parameter.clone() if shard is None else gather_shards(parameter, shard, self.process_group)
 
 
 def _checked(shard: Shard, shape: tuple[int, ...], group_size: int) -> Shard:
