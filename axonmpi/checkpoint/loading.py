@@ -22,8 +22,7 @@ from ..collectives.agreement import check_same, raised_on_all
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..launch.board import phase
-from ..launch.page import Phase
+from ..record import Phase, phase
 from ..utils.arguments import check_flags, either_group_name
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec

@@ -19,8 +19,7 @@ from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..launch.board import enter_phase
-from ..launch.page import Phase
+from ..record import Phase, enter_phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import in_backward, outside_compile

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.text import counted
-from .variables import Launcher, detect_launchers, number_in
+from .launcher_variables import Launcher, detect_launchers, number_in
 
 LEAST_ROOM = 2 << 20
 """Bytes of /dev/shm a rank without which MPICH dies of a bus error when it starts: with 1 MiB a rank it did."""

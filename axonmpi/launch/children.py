@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from .cpu import release_core
-from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
+from .launcher_variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
 _watched_rank: int | None = None
 _forked = False

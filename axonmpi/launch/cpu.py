@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .settings import may_bind
+from .user_variables import may_bind
 
 _OVERLAP_FROM = 2.0
 _unbound: frozenset[int] | None = None

@@ -30,11 +30,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LaunchError, RankFailedError
+from ..record import Phase, files
 from ..utils.pipes import wait_until_read
 from ..utils.waiting import Backoff, wait_until
-from . import board
 from .exit_code import observe_exit_code
-from .page import Phase
 
 REQUEUE_EXIT_CODE = 85
 """What a job ends with that has stopped early, with a checkpoint, and wants to be started again (ERESTART)."""
@@ -94,14 +93,14 @@ def install(mpi: Any, *, finalize: bool) -> None:
         observe_exit_code(_job.on_system_exit)
 
 
-def meet_on(comm: Any) -> None:
+def set_end_communicator(comm: Any) -> None:
     """Use a duplicate of `comm` for ranks to wait for each other's ends; collective over it."""
     assert _job is not None
     if _job.meeting is None:
         _job.meeting = comm.Dup()
 
 
-def leave_unsaid() -> None:
+def silence_launch_error() -> None:
     """Print no traceback of an uncaught LaunchError, unless this process is one of several ranks; local."""
     if _job is not None and _job.size > 1:
         return
@@ -109,14 +108,14 @@ def leave_unsaid() -> None:
 
     def quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, LaunchError):
-            let_first_speak()
+            wait_for_first_report()
         else:
             hook(kind, error, trace)
 
     sys.excepthook = quiet
 
 
-def let_first_speak() -> None:
+def wait_for_first_report() -> None:
     """Wait for another process to print the error: the first process to end may end the whole job; local.
 
     Ranks of one MPI world end together, so they need not wait.
@@ -125,7 +124,7 @@ def let_first_speak() -> None:
         time.sleep(FIRST_SECONDS)
 
 
-def end_together() -> None:
+def expect_common_end() -> None:
     """Declare that all ranks end now: a rank with an error waits for the others as long as they need; local."""
     assert _job is not None
     _job.patient = True
@@ -140,7 +139,7 @@ def end_job(code: int) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End this process now, from any thread, where nobody is left to end the job; local."""
-    board.remove_segments(at_abort=True)
+    files.remove_segments(at_abort=True)
     os._exit(code)
 
 
@@ -196,7 +195,7 @@ class _Job:
 
     def end(self) -> None:
         """Wait for the other ranks and finalise MPI, or abort the job; called when the interpreter ends."""
-        board.enter_phase(Phase.ENDING)
+        files.enter_phase(Phase.ENDING)
         if self._is_out():
             return
         code = self._exit_code()
@@ -234,7 +233,7 @@ class _Job:
         is_patient = self._is_patient_with(code)
         backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
-            with board.phase(Phase.ENDING):
+            with files.phase(Phase.ENDING):
                 all_are_there = self.meeting.Ibarrier().Test
                 if wait_until(all_are_there, backoff, PATIENCE_SECONDS if is_patient else FAILED_MEETING_SECONDS):
                     return True
@@ -268,7 +267,7 @@ class _Job:
             with contextlib.suppress(Exception):
                 stream.flush()
         wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
-        board.remove_segments(at_abort=True)
+        files.remove_segments(at_abort=True)
         for callback in _at_failure:
             with contextlib.suppress(Exception):
                 callback()

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .variables import launched_ranks
+from .launcher_variables import launched_ranks
 
 
 def observe_exit_code(observer: Callable[[object], object]) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 
 from ..utils.text import name_ranks
 from . import exit as exits
-from .node_calls import CONNECT_SECONDS, Place, listen, meet
+from .authentication import CONNECT_SECONDS, Place, listen, meet
 from .topology import Topology
 
 PROBE_SECONDS = 1

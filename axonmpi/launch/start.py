@@ -24,15 +24,16 @@ import numpy as np
 import torch
 
 from ..errors import CommunicatorError, LaunchError
+from ..record import files
 from ..utils.arguments import integer
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
-from . import arrival, board, children, lifeline, node_links
+from . import children, node_links, pmi_connection, start_watcher
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
-from .settings import prepare_for_mpi, user_threads, waiting_limit
+from .launcher_variables import detect_launchers, is_first_on_node, launched_ranks
 from .topology import Topology
-from .variables import detect_launchers, is_first_on_node, launched_ranks
+from .user_variables import prepare_for_mpi, user_threads, waiting_limit
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,11 +73,11 @@ def _told_once() -> Iterator[None]:
         yield
     except LaunchError:
         if not is_first_on_node():
-            exits.leave_unsaid()
+            exits.silence_launch_error()
         raise
 
 
-def speaks_of_launch() -> bool:
+def reports_launch_errors() -> bool:
     """Return whether this process reports a launch that failed; local.
 
     Rank 0 does where ranks have found each other, else the first process on each node.
@@ -131,10 +132,10 @@ def start_world(
     comm = mpi.COMM_WORLD
     library = library_info()
     _agree_on_launch(mpi, comm, library)
-    exits.meet_on(comm)
+    exits.set_end_communicator(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    topology = Topology.found(mpi, comm, local)
-    _publish_page(mpi, comm, local, topology)
+    topology = Topology.detect(mpi, comm, local)
+    _publish_record(mpi, comm, local, topology)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
@@ -143,27 +144,27 @@ def start_world(
     return Started(comm, topology, library, threads, reason)
 
 
-def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
+def _publish_record(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
     """Let other processes of this user see what this rank does; collective, does nothing when called again."""
-    if comm.size == 1 or board.own_page().path is not None:
+    if comm.size == 1 or files.own_record().path is not None:
         return
     job = np.array([secrets.randbits(32)])
     comm.Bcast(job)
     local.Barrier()
     folder: Path | str = ""  # or the reason why there is none
     if local.rank == 0:
-        board.remove_stale()
-        board.remove_segments(at_abort=False)
-        folder = board.make_folder()
+        files.remove_stale_records()
+        files.remove_segments(at_abort=False)
+        folder = files.make_folder()
     folder = local.bcast(folder)
     name = f"{job[0]:08x}"
-    unwatched = folder if isinstance(folder, str) else board.publish(folder, name, asdict(topology))
+    unwatched = folder if isinstance(folder, str) else files.publish_record(folder, name, asdict(topology))
     if not unwatched:
-        exits.before_finalize(board.remove_own)
+        exits.before_finalize(files.remove_own_record)
     lacks = [f"a rank that stalls is not noticed: {unwatched}" if unwatched else ""]
     # The watchdog counts the pages of the node's ranks; the allgather ends once all of them are made.
     if isinstance(folder, Path) and not any(local.allgather(unwatched)):
-        lacks.append(lifeline.hold(local, folder, name))
+        lacks.append(pmi_connection.hold(local, folder, name))
     lacks.append(node_links.connect(mpi, comm, local, topology))
     complaints = _complaints(mpi, comm, "; ".join(filter(None, lacks)))
     if complaints and comm.rank == 0:
@@ -245,7 +246,7 @@ def _initialize(mpi: Any, timeout: float | None = None) -> None:
     if started_here:
         _init(mpi, timeout)
         if mpi.COMM_WORLD.Get_size() == 1:
-            board.remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
+            files.remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
 
@@ -254,7 +255,7 @@ def _init(mpi: Any, timeout: float | None) -> None:
     description = mpi.Get_library_version()
     library = library_info()
     local_size = max((launcher.local_size or 1 for launcher in detect_launchers()), default=1)
-    problem = check_protocol(None, library, description) or check_room(library, board.SHARED_MEMORY, local_size)
+    problem = check_protocol(None, library, description) or check_room(library, files.SHARED_MEMORY, local_size)
     if problem is not None:
         raise LaunchError(problem)
     prepare_for_mpi(count_of_node(), description)
@@ -271,7 +272,7 @@ def _watching_others(timeout: float | None) -> contextlib.AbstractContextManager
     for launcher in detect_launchers():
         size, local_size = launcher.size or 1, launcher.local_size or 1
         if launcher.rank is not None and size > 1 and launcher.local_rank is not None:
-            return arrival.watched(launcher.variables[0][0], size, launcher.local_rank, local_size, limit)
+            return start_watcher.watched(launcher.variables[0][0], size, launcher.local_rank, local_size, limit)
     return contextlib.nullcontext()
 
 

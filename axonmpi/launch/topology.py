@@ -46,7 +46,7 @@ class Topology:
         )
 
     @classmethod
-    def found(cls, mpi: Any, comm: Any, node: Any) -> Topology:
+    def detect(cls, mpi: Any, comm: Any, node: Any) -> Topology:
         """Find this rank's place by counting the first ranks of nodes, however many ranks there are; collective.
 
         Args:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .board import Group, Operation, RankPage
+from ..record.reader import Group, Operation, RankRecord
 
 VERSION = "2.10"
 """Of the format: major and minor."""
@@ -41,11 +41,11 @@ Members = Mapping[int, Mapping[int, int]]
 """The world's numbers of the ranks of each group: by the group's key, and by the number in the group."""
 
 
-def dump(pages: Iterable[RankPage], folder: Path) -> list[Path]:
+def dump(records: Iterable[RankRecord], folder: Path) -> list[Path]:
     """Write the latest operations of ranks to files, one for each rank; local.
 
     Args:
-        pages: Of the ranks; they may have ended.
+        records: Of the ranks; they may have ended.
         folder: Where to; it is made if it is not there. Nodes may write to the same one.
 
     Returns:
@@ -54,13 +54,13 @@ def dump(pages: Iterable[RankPage], folder: Path) -> list[Path]:
     Raises:
         OSError: A file cannot be written.
     """
-    ranks = list(pages)
+    ranks = list(records)
     members = _members(ranks)
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for page in ranks:
-        file = folder / FILE_NAME.format(page.rank)
-        file.write_bytes(pickle.dumps(trace_of(page.operations(), page.groups, page.rank, members)))
+    for record in ranks:
+        file = folder / FILE_NAME.format(record.rank)
+        file.write_bytes(pickle.dumps(trace_of(record.operations(), record.groups, record.rank, members)))
         files.append(file)
     return files
 
@@ -95,13 +95,13 @@ def trace_of(
     return {"version": VERSION, "pg_config": config, "entries": entries, "rank": rank}
 
 
-def _members(pages: Sequence[RankPage]) -> dict[int, dict[int, int]]:
-    """Return the ranks of groups that pages tell of: all of those whose members have an even distance."""
+def _members(records: Sequence[RankRecord]) -> dict[int, dict[int, int]]:
+    """Return the ranks of groups that records tell of: all of those whose members have an even distance."""
     members: dict[int, dict[int, int]] = defaultdict(dict)
-    for page in pages:
-        for group in page.groups:
+    for record in records:
+        for group in record.groups:
             members[group.key].update(enumerate(group.members or ()))
-            members[group.key][group.rank] = page.rank
+            members[group.key][group.rank] = record.rank
     return members
 
 

@@ -1,7 +1,7 @@
 """A thread of each rank that ends the job where it would wait for ever.
 
 A rank that is stuck in MPI cannot say so. So every half a second the lowest rank of each node that can looks at the
-pages of the node's ranks, and ends the job
+records of the node's ranks, and ends the job
 
     after 3 s      if the process of a rank has ended, but its program had not come to its end
     after 4 s      if ranks wait for one that is stopped, or has come to its end, or for each other in a circle
@@ -27,16 +27,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..launch import exit as exits
-from ..launch.board import own_page
-from ..launch.page import Header
-from ..launch.settings import dump_folder
+from ..launch.user_variables import dump_folder
+from ..record.files import own_record
+from ..record.reader import Condition, RankRecord, records_of
+from ..record.writer import Header
 from ..utils.text import counted, name_ranks
-from .board import Condition, RankPage, pages_of
 from .flight_recorder import dump
-from .judgement import Standing, awaited_by, awaited_in, in_vain, look_at
-from .neighbours import Neighbours
-from .report import cause_of, table_of, text_of_stacks
-from .stacks import HasFileno, Questions, stacks_of
+from .node_monitor import NodeMonitor
+from .stacks import HasFileno, StackServer, stacks_of
+from .waits import RankState, awaited_by, awaited_in, states_of, stuck_ranks
+from .watchdog_text import cause_of, table_of, text_of_stacks
 
 LOOK_SECONDS = 0.5
 SECONDS_AFTER_END = 3.0
@@ -69,27 +69,27 @@ def watch(limit: float | None) -> None:
             means no limit otherwise.
     """
     global _watchdog
-    if (path := own_page().path) is None:
+    if (path := own_record().path) is None:
         return
     if _watchdog is None:
         try:
-            questions = Questions(path)
+            stack_server = StackServer(path)
         except OSError as error:
             text = f"this rank is not watched, and what it waits for has no limit: {path}: {error.strerror}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
-        _watchdog = Watchdog(limit or 0.0, questions)
+        _watchdog = Watchdog(limit or 0.0, stack_server)
         if (folder := dump_folder()) is not None:
-            exits.at_failure(partial(dump, _watchdog.pages, folder))
+            exits.at_failure(partial(dump, _watchdog.records, folder))
         exits.before_finalize(_watchdog.stop)
         _watchdog.start()
     if limit is not None:
         _watchdog.limit = limit
 
 
-def still_under_way() -> str:
+def unfinished_operation() -> str:
     """Return why the program cannot end: an operation of another thread is not over; empty if all are; local."""
-    found = own_page().under_way()
+    found = own_record().under_way()
     if not found:
         return ""
     name, thread = found[0]
@@ -106,10 +106,10 @@ def _unmet_in(thread: int) -> tuple[str, set[int]]:
     """Return the operation of a thread of this rank, and the ranks of this node that have not called it."""
     if _watchdog is None:
         return "", set()
-    standings = look_at(_watchdog.pages)
-    own = standings[own_page().identity["rank"]].page
+    states = states_of(_watchdog.records)
+    own = states[own_record().identity["rank"]].record
     operation = next((each for each in own.unfinished() if each.thread == thread), None)
-    return ("", set()) if operation is None else (operation.which, awaited_in(operation, own, standings))
+    return ("", set()) if operation is None else (operation.which, awaited_in(operation, own, states))
 
 
 @dataclass
@@ -140,22 +140,22 @@ class Watchdog:
 
     Args:
         limit: Seconds that a rank may wait; 0: for ever.
-        questions: Where others ask this rank for its stacks.
+        stack_server: Where others ask this rank for its stacks.
 
     Attributes:
         limit: The same.
-        pages: Of the ranks of this node.
+        records: Of the ranks of this node.
     """
 
-    def __init__(self, limit: float, questions: Questions) -> None:
+    def __init__(self, limit: float, stack_server: StackServer) -> None:
         self.limit = limit
-        self._questions = questions
-        self._own = own_page()
+        self._stack_server = stack_server
+        self._own = own_record()
         self._rank: int = self._own.identity["rank"]
-        self.pages = pages_of(self._own.identity["job"])
-        self._seen = {page.rank: _Seen() for page in self.pages}
+        self.records = records_of(self._own.identity["job"])
+        self._seen = {record.rank: _Seen() for record in self.records}
         self._circle, self._left = _Since(), _Since()
-        self._neighbours = Neighbours(self._own.identity["host"], _print)
+        self._node_monitor = NodeMonitor(self._own.identity["host"], _print)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi watchdog", daemon=True)
 
@@ -166,25 +166,25 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread; local."""
         self._stop.set()
-        self._questions.wake()
+        self._stack_server.wake()
         self._thread.join()
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._wait(LOOK_SECONDS, self._neighbours.open()):
+        while not self._wait(LOOK_SECONDS, self._node_monitor.open()):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
             self._own.words[Header.THREAD] = self._thread_to_judge()
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
             self._end_without_launcher()
-            if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
+            if not any(self._looks(record, passed) for record in self.records if record.rank < self._rank):
                 self._look(passed)
 
     def _wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
-        """Answer questions for so long, or until one of `also` can be read; say whether the watchdog is to end."""
+        """Answer stack_server for so long, or until one of `also` can be read; say whether the watchdog is to end."""
         until = time.monotonic() + seconds
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
-            if self._questions.wait(left, also):
+            if self._stack_server.wait(left, also):
                 break
         return self._stop.is_set()
 
@@ -204,93 +204,93 @@ class Watchdog:
         if len(left) == 1:
             return left[0]
         if left and self.limit:
-            own = next(page for page in self.pages if page.rank == self._rank)
+            own = next(record for record in self.records if record.rank == self._rank)
             begun = time.monotonic_ns() - self.limit * 1e9
             for operation in own.unfinished():
                 if operation.thread in left and operation.entered < begun:
                     return operation.thread
         return threading.main_thread().ident or 0
 
-    def _looks(self, page: RankPage, passed: float) -> bool:
+    def _looks(self, record: RankRecord, passed: float) -> bool:
         """Say whether another rank's watchdog runs."""
-        if self._seen[page.rank].looks.see(page.looked, passed) > _BLIND_LOOKS * LOOK_SECONDS:
+        if self._seen[record.rank].looks.see(record.looked, passed) > _BLIND_LOOKS * LOOK_SECONDS:
             return False
-        return page.condition() in (Condition.LIVES, Condition.TRACED)
+        return record.condition() in (Condition.LIVES, Condition.TRACED)
 
     # ---- one look ---------------------------------------------------------------------------------------------
 
     def _look(self, passed: float) -> None:
-        left = frozenset(page.rank for page in self.pages if page.has_left())
+        left = frozenset(record.rank for record in self.records if record.has_left())
         if self._left.see(left, passed) >= SECONDS_AFTER_END and left:
-            self._end(_text_of_left(left, self.pages), look_at(self.pages), "RankFailedError")
-        still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self.pages}
-        self._neighbours.look(passed)
+            self._end(_text_of_left(left, self.records), states_of(self.records), "RankFailedError")
+        still = {
+            record.rank: self._seen[record.rank].operation.see(record.latest, passed) for record in self.records
+        }
+        self._node_monitor.look(passed)
         if max(still.values()) < 2 * LOOK_SECONDS:
             self._circle = _Since()
             return
-        standings = look_at(self.pages)
-        if any(standing.condition is Condition.TRACED for standing in standings.values()):
+        states = states_of(self.records)
+        if any(state.condition is Condition.TRACED for state in states.values()):
             return
-        if min(still.values()) >= SECONDS_AFTER_END and (cause := self._neighbours.in_vain(standings)):
-            self._end(cause, standings, "RankFailedError")
-        self._judge(standings, passed)
-        self._count(standings, still)
+        if min(still.values()) >= SECONDS_AFTER_END and (cause := self._node_monitor.reason_to_end(states)):
+            self._end(cause, states, "RankFailedError")
+        self._judge(states, passed)
+        self._count(states, still)
 
-    def _judge(self, standings: Mapping[int, Standing], passed: float) -> None:
-        found = in_vain(standings)
-        what = {rank: (standings[rank].latest, awaited) for rank, awaited in found.items()}
+    def _judge(self, states: Mapping[int, RankState], passed: float) -> None:
+        found = stuck_ranks(states)
+        what = {rank: (states[rank].latest, awaited) for rank, awaited in found.items()}
         waited = self._circle.see(what, passed) if found else 0.0
         if waited >= SECONDS_IN_CIRCLE:
-            self._end(cause_of(standings, found), standings)
+            self._end(cause_of(states, found), states)
 
-    def _count(self, standings: Mapping[int, Standing], still: Mapping[int, float]) -> None:
+    def _count(self, states: Mapping[int, RankState], still: Mapping[int, float]) -> None:
         """Name the ranks that others wait for, and end the job when the limit is over."""
         if not self.limit:
             return
         for rank, seconds in still.items():
-            standing, seen = standings[rank], self._seen[rank]
-            if standing.operation is None or standing.is_ending:
+            state, seen = states[rank], self._seen[rank]
+            if state.operation is None or state.is_ending:
                 seen.named = False
             elif seconds >= self.limit:
-                awaited = name_ranks(awaited_by(rank, standings)) if awaited_by(rank, standings) else "other ranks"
-                self._end(
-                    f"rank {rank} has waited {seconds:.0f} s for {awaited} in {standing.operation}", standings
-                )
+                awaited = name_ranks(awaited_by(rank, states)) if awaited_by(rank, states) else "other ranks"
+                self._end(f"rank {rank} has waited {seconds:.0f} s for {awaited} in {state.operation}", states)
             elif not seen.named and seconds >= min(NAMED_AFTER_SECONDS, self.limit / 6):
-                self._name(rank, seconds, standings)
+                self._name(rank, seconds, states)
 
-    def _name(self, rank: int, seconds: float, standings: Mapping[int, Standing]) -> None:
+    def _name(self, rank: int, seconds: float, states: Mapping[int, RankState]) -> None:
         """Say once for whom ranks wait."""
-        awaited = awaited_by(rank, standings)
-        waiting = [other for other in standings if awaited_by(other, standings) == awaited]
+        awaited = awaited_by(rank, states)
+        waiting = [other for other in states if awaited_by(other, states) == awaited]
         for other in waiting:
             self._seen[other].named = True
         if awaited:
-            stacks = stacks_of((standings[other].page for other in awaited), self._questions)
+            stacks = stacks_of((states[other].record for other in awaited), self._stack_server)
             _print(
                 f"axonmpi: {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(awaited)} "
-                f"since {seconds:.0f} s, and the job is ended after {self.limit:.0f} s\n{table_of(standings)}\n"
+                f"since {seconds:.0f} s, and the job is ended after {self.limit:.0f} s\n{table_of(states)}\n"
                 f"{text_of_stacks(stacks)}"
             )
 
     # ---- ending the job ---------------------------------------------------------------------------------------
 
-    def _end(self, cause: str, standings: Mapping[int, Standing], error: str = "CollectiveTimeoutError") -> None:
+    def _end(self, cause: str, states: Mapping[int, RankState], error: str = "CollectiveTimeoutError") -> None:
         """Print why, where all ranks are and their stacks, and end the job, unless another watchdog does."""
-        self._neighbours.tell(cause)
+        self._node_monitor.tell(cause)
         if not self._is_first() and self._wait(_OTHERS_SECONDS):
             return
-        stacks = stacks_of((standing.page for standing in standings.values()), self._questions)
-        unknown = standings[self._rank].page.size - len(standings)
+        stacks = stacks_of((state.record for state in states.values()), self._stack_server)
+        unknown = states[self._rank].record.size - len(states)
         elsewhere = f"\n  {counted(unknown, 'rank')} of other nodes: not known here" if unknown else ""
         _print(
             f"axonmpi.errors.{error}: {cause}; the job is ended\n"
-            f"{table_of(standings)}{elsewhere}\n{text_of_stacks(stacks)}"
+            f"{table_of(states)}{elsewhere}\n{text_of_stacks(stacks)}"
         )
-        for standing in standings.values():
-            if standing.condition is Condition.STOPPED:  # it would hear of the end only when it goes on
+        for state in states.values():
+            if state.condition is Condition.STOPPED:  # it would hear of the end only when it goes on
                 with suppress(OSError):
-                    os.kill(standing.page.pid, signal.SIGKILL)
+                    os.kill(state.record.pid, signal.SIGKILL)
         exits.end_job(1)
 
     def _is_first(self) -> bool:
@@ -316,8 +316,10 @@ def _threads_at_the_end() -> list[int]:
     return [thread.ident for thread in others if thread.ident is not None]
 
 
-def _text_of_left(left: Collection[int], pages: Iterable[RankPage]) -> str:
-    where = [f"rank {page.rank} on {page.host} (process {page.pid})" for page in pages if page.rank in left]
+def _text_of_left(left: Collection[int], records: Iterable[RankRecord]) -> str:
+    where = [
+        f"rank {record.rank} on {record.host} (process {record.pid})" for record in records if record.rank in left
+    ]
     return f"{', '.join(where)} ha{'s' if len(where) == 1 else 've'} ended before the end of the program"
 
 

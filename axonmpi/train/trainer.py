@@ -25,8 +25,7 @@ from ..checkpoint.preemption import PreemptionGuard
 from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
-from ..launch.board import phase
-from ..launch.page import Phase
+from ..record import Phase, phase
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator

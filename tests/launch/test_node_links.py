@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch import node_calls
-from axonmpi.launch.node_calls import Place, listen, meet
+from axonmpi.launch import authentication
+from axonmpi.launch.authentication import Place, listen, meet
 from axonmpi.launch.node_links import Link, LinkState
 from axonmpi.observe import neighbours
 from axonmpi.utils.waiting import Backoff, wait_until
@@ -110,14 +110,14 @@ def test_a_call_in_parts_is_heard() -> None:
         waiting = pool.submit(meet, listener, SECRET, None, limit(5))
         caller.connect(("127.0.0.1", listener.getsockname()[1]))
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        talk = node_calls._prove_caller(bytes.fromhex(SECRET), "127.0.0.1")
+        talk = authentication._prove_caller(bytes.fromhex(SECRET), "127.0.0.1")
         sent, wanted = next(talk)
         for byte in sent:
             caller.send(bytes([byte]))
         proof, wanted = talk.send(caller.recv(wanted, socket.MSG_WAITALL))
         for byte in proof:
             caller.send(bytes([byte]))
-        assert caller.recv(wanted) == node_calls._YES
+        assert caller.recv(wanted) == authentication._YES
         waiting.result()[0].close()
 
 
@@ -160,9 +160,9 @@ def rank_that(waits: bool) -> SimpleNamespace:
 )
 def test_a_job_ends_only_where_all_ranks_wait(ends, watched, ranks, ends_job) -> None:
     seen, link, printed = watched
-    standings = {rank: rank_that(waits) for rank, waits in enumerate(ranks)}
+    states = {rank: rank_that(waits) for rank, waits in enumerate(ranks)}
     seen.look(0.5)
-    assert seen.in_vain(standings) == ""
+    assert seen.reason_to_end(states) == ""
     ends[1].drop()
     settled(link)
     link.state = LinkState.OPEN  # seen by the watchdog, not by this test
@@ -171,7 +171,7 @@ def test_a_job_ends_only_where_all_ranks_wait(ends, watched, ranks, ends_job) ->
     cause = "rank 1 on n2 has ended, or was ended, before the end of its program"
     assert printed == [f"axonmpi: {cause}"]
     expected = f"{cause} while ranks 0, 1 wait in all_reduce(float32 [4], SUM)" if ends_job else ""
-    assert seen.in_vain(standings) == expected
+    assert seen.reason_to_end(states) == expected
 
 
 def test_a_node_that_answers_again_is_no_alarm(watched) -> None:
@@ -179,7 +179,7 @@ def test_a_node_that_answers_again_is_no_alarm(watched) -> None:
     link.state = LinkState.LOST
     for _ in range(4):
         seen.look(0.5)
-    assert seen.in_vain({0: rank_that(True)}) == ""
+    assert seen.reason_to_end({0: rank_that(True)}) == ""
     assert printed == [
         "axonmpi: the link from node n1 to node n2 (ranks 1, 2) is lost",
         "axonmpi: node n2 answers again, and the job goes on",

@@ -6,8 +6,7 @@ import pytest
 
 from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol, check_room
 from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
-from axonmpi.launch.settings import settings_for_mpi, user_threads
-from axonmpi.launch.variables import (
+from axonmpi.launch.launcher_variables import (
     PARENT_RANK,
     child_environment,
     detect_launchers,
@@ -15,6 +14,7 @@ from axonmpi.launch.variables import (
     parent_rank,
     without_launcher_variables,
 )
+from axonmpi.launch.user_variables import settings_for_mpi, user_threads
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

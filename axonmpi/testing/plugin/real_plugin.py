@@ -18,7 +18,7 @@ import pytest
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import World, current_world, set_process_world
-from ...launch.variables import launched_ranks
+from ...launch.launcher_variables import launched_ranks
 from ...observe import write_to
 from ..rank_text import merge_texts
 from .collection import merge_collected

@@ -1,7 +1,7 @@
-"""Files of a job in /dev/shm: pages of a user's ranks on a node, and segments of the MPI library.
+"""Files of a job in /dev/shm: records of a user's ranks on a node, and segments of the MPI library.
 
-The page is a file in /dev/shm. It is memory of the process alone in a job of one rank, for mock ranks, and without
-/dev/shm. Pages are removed at the end of the job, or, after a failure, when the next job starts.
+The record is a file in /dev/shm. It is memory of the process alone in a job of one rank, for mock ranks, and without
+/dev/shm. Records are removed at the end of the job, or, after a failure, when the next job starts.
 
 Every user can make names in /dev/shm. So a folder counts only if it belongs to this user and nobody else can open
 it. If another user has taken the plain name, the folder has a random one.
@@ -29,30 +29,30 @@ from typing import Any
 
 from ..utils.own_files import is_own_folder, open_own
 from ..utils.processes import namespace, process
-from .page import GROUPS_AT, IDENTITY_AT, PAGE_BYTES, Header, Page, Phase
+from .writer import GROUPS_AT, IDENTITY_AT, RECORD_BYTES, Header, OwnRecord, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (folders in it are used once their owner is known)
 MAKING_SECONDS = 60.0
-"""A page without a name that is older was left behind."""
+"""A record without a name that is older was left behind."""
 _NAME = re.compile(r"[0-9a-f]{8}-(\d+|node)(\.\w+)?")
-"""Names of pages and of files beside them. Files with other names are left alone."""
+"""Names of records and of files beside them. Files with other names are left alone."""
 _ONCE_MAPPED = ("mpich_shm_",)
 _AT_ABORT = (*_ONCE_MAPPED, "sm_segment.", "vader_segment.")
 
-_own: Page | None = None
+_own: OwnRecord | None = None
 
 
-def own_page() -> Page:
-    """Return this process's page; local."""
+def own_record() -> OwnRecord:
+    """Return this process's record; local."""
     global _own
     if _own is None:
-        _own = Page(mmap.mmap(-1, PAGE_BYTES))
+        _own = OwnRecord(mmap.mmap(-1, RECORD_BYTES))
     return _own
 
 
 def enter_phase(phase: Phase) -> Phase:
     """Say what this rank is about from now on; returns what it was before; local, quick."""
-    words = own_page().words
+    words = own_record().words
     before = words[Header.PHASE]
     words[Header.PHASE_SINCE] = time.monotonic_ns()
     words[Header.PHASE] = phase
@@ -69,8 +69,8 @@ def phase(during: Phase) -> Iterator[None]:
         enter_phase(before)
 
 
-def files_of_pages() -> list[Path]:
-    """Return the files in this user's folders of pages: pages and the files beside them; local."""
+def record_files() -> list[Path]:
+    """Return the files in this user's folders of records: records and the files beside them; local."""
     files: list[Path] = []
     for folder in _folders():
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def files_of_pages() -> list[Path]:
 
 
 def _folders() -> list[Path]:
-    """Return the folders of this user's pages that nobody else can open."""
+    """Return the folders of this user's records that nobody else can open."""
     try:
         names = os.listdir(SHARED_MEMORY) if _keeps_names() else []
     except OSError:
@@ -90,7 +90,7 @@ def _folders() -> list[Path]:
 
 
 def make_folder() -> Path | str:
-    """Return the folder for the pages of a new job, or why there can be none; local, makes it if necessary."""
+    """Return the folder for the records of a new job, or why there can be none; local, makes it if necessary."""
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}: mount a tmpfs there"
     if not _keeps_names():
@@ -126,13 +126,13 @@ def _make_own(path: Path) -> None:
         raise PermissionError(errno.EPERM, "expected a folder of this user that nobody else can open", str(path))
 
 
-def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
-    """Make this process's page one that others can read; local, before the rank has groups.
+def publish_record(folder: Path, job: str, identity: dict[str, Any]) -> str:
+    """Make this process's record one that others can read; local, before the rank has groups.
 
     Args:
         folder: Folder of `make_folder`, called on one rank of the node.
         job: Name of the job, the same on all its ranks.
-        identity: What the page says of the rank: at least `rank`.
+        identity: What the record says of the rank: at least `rank`.
 
     Returns:
         Why that cannot be; empty if it can.
@@ -144,7 +144,7 @@ def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
         memory = _create(path)
     except OSError as error:
         return f"{folder}: {error.strerror}"
-    _own = Page(memory, path)
+    _own = OwnRecord(memory, path)
     here = process(os.getpid())
     _own.sign(
         {
@@ -163,13 +163,13 @@ def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
     return ""
 
 
-def identity_of(page: Path) -> dict[str, Any]:
-    """Return who the rank of a page is; empty while the page is being made; local.
+def identity_of(record: Path) -> dict[str, Any]:
+    """Return who the rank of a record is; empty while the record is being made; local.
 
     Raises:
-        OSError: There is no such page.
+        OSError: There is no such record.
     """
-    file = open_own(page)
+    file = open_own(record)
     try:
         head = os.read(file, GROUPS_AT)
     finally:
@@ -179,10 +179,10 @@ def identity_of(page: Path) -> dict[str, Any]:
     return found
 
 
-def remove_stale() -> None:
-    """Remove the pages of jobs whose processes are gone, with the files that they name; local."""
+def remove_stale_records() -> None:
+    """Remove the records of jobs whose processes are gone, with the files that they name; local."""
     jobs: dict[str, list[Path]] = {}
-    for path in files_of_pages():
+    for path in record_files():
         if _NAME.fullmatch(path.name):
             jobs.setdefault(path.name.partition("-")[0], []).append(path)
     for files in jobs.values():
@@ -193,8 +193,8 @@ def remove_stale() -> None:
 
 
 def _is_stale(file: Path) -> bool:
-    """Say whether the rank of a page is gone; raises OSError if the page is."""
-    if file.suffix:  # what belongs to a page goes with it
+    """Say whether the rank of a record is gone; raises OSError if the record is."""
+    if file.suffix:  # what belongs to a record goes with it
         return True
     identity = identity_of(file)
     if not identity:  # it is being made, unless that was long ago
@@ -205,25 +205,25 @@ def _is_stale(file: Path) -> bool:
     return found is None or found.started != identity["started"] or found.has_ended
 
 
-def remove_own() -> None:
-    """Remove this rank's page, at the end of a job that has not failed; local."""
+def remove_own_record() -> None:
+    """Remove this rank's record, at the end of a job that has not failed; local."""
     if _own is not None and _own.path is not None:
         for path in (_own.path, *_own.path.parent.glob(f"{_own.path.name}.*")):
             path.unlink(missing_ok=True)
 
 
 def _leave_to_parent() -> None:
-    """Leave the page to the rank that has forked this process."""
+    """Leave the record to the rank that has forked this process."""
     global _own
     _own = None
 
 
 def _create(path: Path) -> mmap.mmap:
-    """Make a file for a page; raises OSError."""
+    """Make a file for a record; raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, PAGE_BYTES)  # or writing would be a bus error where /dev/shm is full
-        return mmap.mmap(file, PAGE_BYTES)
+        os.posix_fallocate(file, 0, RECORD_BYTES)  # or writing would be a bus error where /dev/shm is full
+        return mmap.mmap(file, RECORD_BYTES)
     except OSError:
         path.unlink()
         raise

@@ -18,7 +18,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from .variables import detect_launchers, number_in
+from .launcher_variables import detect_launchers, number_in
 
 _SECONDS = 5.0
 """Limit of the wait for the next rank's connection, once all ranks of the node have their sockets."""

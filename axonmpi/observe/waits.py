@@ -16,25 +16,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..launch.page import OPERATIONS, Phase
-from .board import Condition, Operation, RankPage
+from ..record.reader import Condition, Operation, RankRecord
+from ..record.writer import OPERATIONS, Phase
 
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """State of a rank at one moment.
 
     Attributes:
-        page: Page of the rank.
+        record: OwnRecord of the rank.
         condition: State of its process.
         phase: Phase of its program.
         latest: Number of its latest operation.
-        operation: Operation of the page's `thread`; None outside of operations.
+        operation: Operation of the record's `thread`; None outside of operations.
     """
 
-    page: RankPage
+    record: RankRecord
     condition: Condition
     phase: Phase
     latest: int
@@ -64,21 +64,23 @@ class Standing:
         return f"{self.condition.value}, {doing}" if self.condition is not Condition.LIVES else doing
 
 
-def look_at(pages: Iterable[RankPage]) -> dict[int, Standing]:
+def states_of(records: Iterable[RankRecord]) -> dict[int, RankState]:
     """Say where ranks are at this moment, by rank; local."""
-    found = (Standing(page, page.condition(), page.phase, page.latest, page.current()) for page in pages)
-    return {standing.page.rank: standing for standing in found}
+    found = (
+        RankState(record, record.condition(), record.phase, record.latest, record.current()) for record in records
+    )
+    return {state.record.rank: state for state in found}
 
 
-def in_vain(standings: Mapping[int, Standing]) -> dict[int, set[int]]:
+def stuck_ranks(states: Mapping[int, RankState]) -> dict[int, set[int]]:
     """Return the ranks that wait in vain, and for whom each of them does; local.
 
     Args:
-        standings: Of the ranks of this node.
+        states: Of the ranks of this node.
     """
-    lost = {rank for rank, standing in standings.items() if standing.is_lost}
-    waits = {rank: awaited_by(rank, standings) for rank, standing in standings.items() if standing.waits}
-    closed = {rank: closed_by(standings[rank], standings) for rank in waits}
+    lost = {rank for rank, state in states.items() if state.is_lost}
+    waits = {rank: awaited_by(rank, states) for rank, state in states.items() if state.waits}
+    closed = {rank: closed_by(states[rank], states) for rank in waits}
     while True:
         never_come = lost | waits.keys()
         found = {rank: awaited & (never_come | closed[rank]) for rank, awaited in waits.items()}
@@ -88,48 +90,48 @@ def in_vain(standings: Mapping[int, Standing]) -> dict[int, set[int]]:
         waits = {rank: waits[rank] for rank in left}
 
 
-def closed_by(own: Standing, standings: Mapping[int, Standing]) -> set[int]:
+def closed_by(own: RankState, states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks of this node that have closed the group in which a rank waits; local."""
     if own.operation is None or own.operation.group is None:
         return set()
     key = own.operation.group.key
-    return {rank for rank, other in standings.items() if (group := other.page.group(key)) and group.is_closed}
+    return {rank for rank, other in states.items() if (group := other.record.group(key)) and group.is_closed}
 
 
-def awaited_by(rank: int, standings: Mapping[int, Standing]) -> set[int]:
+def awaited_by(rank: int, states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks of this node that a waiting rank waits for, and that have not come yet; local."""
-    own = standings[rank]
+    own = states[rank]
     if own.is_ending:
-        return {other for other, standing in standings.items() if not standing.is_ending}
+        return {other for other, state in states.items() if not state.is_ending}
     operation = own.operation
     if operation is None or operation.group is None or operation.group.gives_up:
         return set()
-    return awaited_in(operation, own.page, standings)
+    return awaited_in(operation, own.record, states)
 
 
-def awaited_in(operation: Operation, own: RankPage, standings: Mapping[int, Standing]) -> set[int]:
+def awaited_in(operation: Operation, own: RankRecord, states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks of this node that have not done their part of an operation of a rank yet; local."""
     if operation.group is None:
         return set()
     if operation.call:
-        return {other for other, standing in standings.items() if _keeps_waiting(operation, standing)}
+        return {other for other, state in states.items() if _keeps_waiting(operation, state)}
     peer = None if operation.peer is None else operation.group.world_rank(operation.peer)
-    if peer is None or peer == own.rank or peer not in standings or _is_met(operation, own, standings[peer].page):
+    if peer is None or peer == own.rank or peer not in states or _is_met(operation, own, states[peer].record):
         return set()
     return {peer}
 
 
-def _keeps_waiting(operation: Operation, other: Standing) -> bool:
+def _keeps_waiting(operation: Operation, other: RankState) -> bool:
     """Say whether a rank has not called a collective, or was lost in the middle of it."""
     assert operation.group is not None
-    group = other.page.group(operation.group.key)
+    group = other.record.group(operation.group.key)
     if group is None:
         return False
     return group.count < operation.call or (group.count == operation.call and other.is_lost)
 
 
-def _is_met(operation: Operation, own: RankPage, other: RankPage) -> bool:
-    """Say whether the other end of a message has done its part, or may have: the pages go back only so far."""
+def _is_met(operation: Operation, own: RankRecord, other: RankRecord) -> bool:
+    """Say whether the other end of a message has done its part, or may have: the records go back only so far."""
     if operation.name.startswith("stage"):
         return False  # counters in shared memory: if the other rank had come, this one would not wait
     mine, theirs = (_RECEIVES, _SENDS) if operation.name.endswith("recv") else (_SENDS, _RECEIVES)
@@ -138,7 +140,7 @@ def _is_met(operation: Operation, own: RankPage, other: RankPage) -> bool:
     return _messages(other, operation, theirs, own.rank) >= _messages(own, operation, mine, other.rank)
 
 
-def _messages(page: RankPage, like: Operation, names: Sequence[str], peer: int) -> int:
+def _messages(record: RankRecord, like: Operation, names: Sequence[str], peer: int) -> int:
     """Count what a rank has sent to a peer, or received from it, with the group and the tag of an operation."""
     assert like.group is not None
     return sum(
@@ -148,5 +150,5 @@ def _messages(page: RankPage, like: Operation, names: Sequence[str], peer: int) 
         and each.group.key == like.group.key
         and each.peer is not None
         and each.group.world_rank(each.peer) == peer
-        for each in page.operations()
+        for each in record.operations()
     )

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from .variables import detect_launchers
+from .launcher_variables import detect_launchers
 
 RAISING_SECONDS = 60.0
 """How long after its time-out an operation may take to raise its error."""

@@ -1,11 +1,11 @@
-"""Reading the pages of ranks: who runs on this node, and what each rank does and did.
+"""Reading the records of ranks: who runs on this node, and what each rank does and did.
 
-    for page in pages_of(job):          one for each rank of the job on this node, in rank order
-        page.rank, page.host            who it is
-        page.condition()                whether its process lives, is stopped or gone
-        page.phase                      what it is about
-        page.current()                  the operation that its main thread is in; None: it is outside of all
-        page.operations()               the latest 2,048, the oldest first
+    for record in records_of(job):          one for each rank of the job on this node, in rank order
+        record.rank, record.host            who it is
+        record.condition()                whether its process lives, is stopped or gone
+        record.phase                      what it is about
+        record.current()                  the operation that its main thread is in; None: it is outside of all
+        record.operations()               the latest 2,048, the oldest first
 
 Nothing here needs MPI, or an answer of the rank that is looked at. The layout is `launch.board`'s.
 """
@@ -24,25 +24,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..launch.board import files_of_pages, identity_of
-from ..launch.page import (
+from ..types import ReduceOp
+from ..utils.own_files import open_own
+from ..utils.processes import namespace, process, traced_by
+from .files import identity_of, record_files
+from .writer import (
     GROUP_BYTES,
     GROUPS,
     GROUPS_AT,
     OPERATION_BYTES,
     OPERATIONS,
     OPERATIONS_AT,
-    PAGE_BYTES,
+    RECORD_BYTES,
     SHAPE_SHOWN,
     VERSION,
     Header,
     Phase,
 )
-from ..types import ReduceOp
-from ..utils.own_files import open_own
-from ..utils.processes import namespace, process, traced_by
 
-_RECORD = np.dtype(
+_ENTRY = np.dtype(
     [
         ("number", "i8"), ("left", "i8"), ("entered", "i8"), ("started", "i8"), ("thread", "i8"), ("group", "i8"),
         ("call", "i8"), ("failed", "i8"), ("name", "S20"), ("dtype", "S12"), ("op", "i1"), ("dims", "u1"),
@@ -53,7 +53,7 @@ _RECORD = np.dtype(
 _GROUP = np.dtype(
     [(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "closed")]
 )
-assert (_RECORD.itemsize, _GROUP.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
+assert (_ENTRY.itemsize, _GROUP.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
 
 _WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -93,12 +93,12 @@ class Group:
     is_closed: bool = False
 
     def world_rank(self, rank: int) -> int | None:
-        """Return the world's number of a rank of the group; None where the page does not say; local."""
+        """Return the world's number of a rank of the group; None where the record does not say; local."""
         return self.first + self.step * rank if self.step or not rank else None
 
     @property
     def members(self) -> tuple[int, ...] | None:
-        """The world's numbers of its ranks, in its order; None where the page does not say."""
+        """The world's numbers of its ranks, in its order; None where the record does not say."""
         return tuple(range(self.first, self.first + self.step * self.size, self.step)) if self.step else None
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Operation:
         number: Counts the operations of the rank, from 1.
         name: As the methods of `Backend`; or "wait" for a collective, "wait for isend", "wait for irecv", "stage
             send", "stage recv" (payloads of pipelines in shared memory), "end of program".
-        group: Where; None for one of no group, or of more groups than a page has room for.
+        group: Where; None for one of no group, or of more groups than a record has room for.
         call: Which of the group's collectives it is or waits for, from 1; 0 for messages.
         dtype: Name of the dtype, empty where there is none.
         shape: The first four sizes; -1 where ranks may differ.
@@ -177,8 +177,8 @@ class Operation:
         return "src" if self.name.endswith("recv") else "root"
 
 
-class RankPage:
-    """The page of one rank; what is asked is read at that moment.
+class RankRecord:
+    """The record of one rank; what is asked is read at that moment.
 
     Args:
         path: Its file.
@@ -194,24 +194,24 @@ class RankPage:
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is no page, or one of another version.
+        ValueError: It is no record, or one of another version.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.identity: dict[str, Any] = identity_of(path)
         if not self.identity:
-            raise ValueError(f"{path} is no page yet")
+            raise ValueError(f"{path} is no record yet")
         file = open_own(path)
         try:
-            self._memory = mmap.mmap(file, PAGE_BYTES, prot=mmap.PROT_READ)
+            self._memory = mmap.mmap(file, RECORD_BYTES, prot=mmap.PROT_READ)
         finally:
             os.close(file)
         self._words = np.frombuffer(self._memory, np.int64)
         self._groups = np.frombuffer(self._memory, _GROUP, GROUPS, GROUPS_AT)
-        self._records = np.frombuffer(self._memory, _RECORD, OPERATIONS, OPERATIONS_AT)
+        self._entries = np.frombuffer(self._memory, _ENTRY, OPERATIONS, OPERATIONS_AT)
         if self._words[Header.VERSION] != VERSION:
-            raise ValueError(f"{path} is a page of another version of axonmpi")
+            raise ValueError(f"{path} is a record of another version of axonmpi")
         self.job: str = self.identity["job"]
         self.rank: int = self.identity["rank"]
         self.size: int = self.identity["size"]
@@ -255,7 +255,7 @@ class RankPage:
         return Group(key, count, rank, size, first, step, bool(gives_up), bool(closed)) if key else None
 
     def group(self, key: int) -> Group | None:
-        """Return a group that it is in, or was in as far as the page goes back."""
+        """Return a group that it is in, or was in as far as the record goes back."""
         slots = np.flatnonzero(self._groups["key"] == key)
         return self._group(int(slots[0])) if len(slots) else None
 
@@ -286,53 +286,53 @@ class RankPage:
 
     def operations(self) -> list[Operation]:
         """Return the latest 2,048, the oldest first, but for such as are being written."""
-        return self._read(self._records.copy())
+        return self._read(self._entries.copy())
 
     def unfinished(self) -> list[Operation]:
         """Return the operations that are not over, of all threads, the oldest first."""
-        return self._read(self._records[np.flatnonzero(self._records["left"] < 0)])
+        return self._read(self._entries[np.flatnonzero(self._entries["left"] < 0)])
 
     def current(self) -> Operation | None:
         """Return the innermost operation that its `thread` is in; None if that is outside of all."""
         thread = self.thread
         return next((each for each in reversed(self.unfinished()) if each.thread == thread), None)
 
-    def _read(self, records: NDArray[np.void]) -> list[Operation]:
-        whole = (records["number"] == records["again"]) & (records["number"] > 0)
-        records = records[whole]
-        return [self._operation(record) for record in records[np.argsort(records["number"])]]
+    def _read(self, entries: NDArray[np.void]) -> list[Operation]:
+        whole = (entries["number"] == entries["again"]) & (entries["number"] > 0)
+        entries = entries[whole]
+        return [self._operation(entry) for entry in entries[np.argsort(entries["number"])]]
 
-    def _operation(self, record: np.void) -> Operation:
-        op, peer, left = int(record["op"]), int(record["peer"]), int(record["left"])
+    def _operation(self, entry: np.void) -> Operation:
+        op, peer, left = int(entry["op"]), int(entry["peer"]), int(entry["left"])
         return Operation(
-            number=int(record["number"]),
-            name=record["name"].decode(),
-            group=self._group(int(record["group"])),
-            call=int(record["call"]),
-            dtype=record["dtype"].decode(),
-            shape=tuple(record["shape"].tolist()[: int(record["dims"])]),
-            dims=int(record["dims"]),
+            number=int(entry["number"]),
+            name=entry["name"].decode(),
+            group=self._group(int(entry["group"])),
+            call=int(entry["call"]),
+            dtype=entry["dtype"].decode(),
+            shape=tuple(entry["shape"].tolist()[: int(entry["dims"])]),
+            dims=int(entry["dims"]),
             op=None if op < 0 else ReduceOp(op),
             peer=None if peer < 0 else peer,
-            tag=int(record["tag"]),
-            nbytes=int(record["nbytes"]),
-            entered=int(record["entered"]),
-            started=int(record["started"]),
+            tag=int(entry["tag"]),
+            nbytes=int(entry["nbytes"]),
+            entered=int(entry["entered"]),
+            started=int(entry["started"]),
             left=None if left < 0 else left,
-            failed=bool(record["failed"]),
-            thread=int(record["thread"]),
+            failed=bool(entry["failed"]),
+            thread=int(entry["thread"]),
         )
 
 
-# ---- finding pages ----------------------------------------------------------------------------------------------
+# ---- finding records ----------------------------------------------------------------------------------------------
 
 
-def _pages() -> Iterator[RankPage]:
-    """All pages of this user on this node."""
-    for path in files_of_pages():
+def _records() -> Iterator[RankRecord]:
+    """All records of this user on this node."""
+    for path in record_files():
         if not path.suffix:
             try:
-                yield RankPage(path)
+                yield RankRecord(path)
             except (OSError, ValueError):  # it is being made, or has just been removed
                 continue
 
@@ -340,29 +340,29 @@ def _pages() -> Iterator[RankPage]:
 def job_names() -> list[str]:
     """Return the names of this user's jobs on this node, the latest first; local."""
     begun: dict[str, int] = {}
-    for page in _pages():
-        begun[page.job] = max(begun.get(page.job, 0), page.path.stat().st_mtime_ns)
+    for record in _records():
+        begun[record.job] = max(begun.get(record.job, 0), record.path.stat().st_mtime_ns)
     return sorted(begun, key=lambda job: -begun[job])
 
 
-def pages_of(job: str) -> list[RankPage]:
-    """Return the pages of a job's ranks on this node, in rank order; empty if there is no such job; local."""
-    return sorted((page for page in _pages() if page.job == job), key=lambda page: page.rank)
+def records_of(job: str) -> list[RankRecord]:
+    """Return the records of a job's ranks on this node, in rank order; empty if there is no such job; local."""
+    return sorted((record for record in _records() if record.job == job), key=lambda record: record.rank)
 
 
-def last_words(pid: int) -> str:
-    """Say what a process of this node is doing, or did when it ended; empty if it has no page; local."""
-    page = next((page for page in _pages() if page.pid == pid), None)
-    if page is None:
+def describe_process(pid: int) -> str:
+    """Say what a process of this node is doing, or did when it ended; empty if it has no record; local."""
+    record = next((record for record in _records() if record.pid == pid), None)
+    if record is None:
         return ""
-    operation = page.current()
+    operation = record.current()
     place = f"in {operation}" if operation is not None else "outside of all operations"
-    phase = "" if page.phase in (Phase.OTHER, Phase.ENDING) else f" of its {page.phase.name.lower()} phase"
-    ending = ", at the end of its program" if page.phase is Phase.ENDING else ""
-    return f"rank {page.rank} of the job, on {page.host}, {place}{phase}{ending}"
+    phase = "" if record.phase in (Phase.OTHER, Phase.ENDING) else f" of its {record.phase.name.lower()} phase"
+    ending = ", at the end of its program" if record.phase is Phase.ENDING else ""
+    return f"rank {record.rank} of the job, on {record.host}, {place}{phase}{ending}"
 
 
-def page_of_process(pid: int) -> RankPage | None:
-    """Return the page of a process that lives; None if it is no rank; local."""
-    alive = (page for page in _pages() if page.pid == pid and page.condition() is not Condition.GONE)
+def page_of_process(pid: int) -> RankRecord | None:
+    """Return the record of a process that lives; None if it is no rank; local."""
+    alive = (record for record in _records() if record.pid == pid and record.condition() is not Condition.GONE)
     return next(alive, None)

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..launch.page import Phase
+from ..record.reader import Condition, Operation
+from ..record.writer import Phase
 from ..utils.processes import age
 from ..utils.text import counted, name_ranks
-from .board import Condition, Operation
-from .judgement import Standing, awaited_by
+from .waits import RankState, awaited_by
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARY = re.compile(rf"{re.escape(_PACKAGE)}|/site-packages/|/lib/python3[.\d]*/|<frozen ")
@@ -31,12 +31,12 @@ _THREAD = re.compile(r"^(Current t|T)hread 0x(?P<ident>[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class WaitGraph:
     """What the ranks of a job wait for.
 
     Attributes:
         size: Ranks of the job.
-        standings: Where the ranks are that are known, by rank.
+        states: Where the ranks are that are known, by rank.
         sites: Where their programs are, as "train.py:12 in step", as far as that is known, by rank.
         classes: Places in words, with the ranks that are there; the largest class first.
         waits: For each rank that waits the ranks that it waits for.
@@ -47,7 +47,7 @@ class Diagnosis:
     """
 
     size: int
-    standings: Mapping[int, Standing]
+    states: Mapping[int, RankState]
     sites: Mapping[int, str]
     classes: Sequence[tuple[str, tuple[int, ...]]]
     waits: Mapping[int, frozenset[int]]
@@ -65,34 +65,34 @@ class Diagnosis:
 
     def _sentence(self, rank: int) -> str:
         waiting = [other for other, ranks in self.waits.items() if rank in ranks]
-        first = self.standings[min(waiting, key=lambda other: (self.standings[other].is_ending, other))]
+        first = self.states[min(waiting, key=lambda other: (self.states[other].is_ending, other))]
         text = f"{name_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for rank {rank}"
         if first.operation is not None:
             text += f" in {_words(first, first.operation)}"
-        return f"{text}, and rank {rank} {_reason(self.standings[rank], first, self.sites.get(rank, ''))}"
+        return f"{text}, and rank {rank} {_reason(self.states[rank], first, self.sites.get(rank, ''))}"
 
 
-def diagnose(standings: Mapping[int, Standing], size: int, sites: Mapping[int, str] | None = None) -> Diagnosis:
+def wait_graph_of(states: Mapping[int, RankState], size: int, sites: Mapping[int, str] | None = None) -> WaitGraph:
     """Find out who waits for whom; local.
 
     Args:
-        standings: Of the ranks that are known.
+        states: Of the ranks that are known.
         size: Ranks of the job.
         sites: Where their programs are.
     """
-    known, sites = dict(sorted(standings.items())), sites or {}
+    known, sites = dict(sorted(states.items())), sites or {}
     waits = {
         rank: frozenset(awaited)
-        for rank, standing in known.items()
-        if standing.waits and (awaited := awaited_by(rank, known))
+        for rank, state in known.items()
+        if state.waits and (awaited := awaited_by(rank, known))
     }
     # At its end a rank waits for all others, which may have much to do: that alone makes nobody late.
     late = {rank for waiting, ranks in waits.items() if not known[waiting].is_ending for rank in ranks}
     behind = sorted(rank for rank in late if rank not in waits or known[rank].is_ending)
     is_circle = bool(late) and not behind
-    return Diagnosis(
+    return WaitGraph(
         size=size,
-        standings=known,
+        states=known,
         sites=sites,
         classes=_classes(known, sites),
         waits=waits,
@@ -102,7 +102,7 @@ def diagnose(standings: Mapping[int, Standing], size: int, sites: Mapping[int, s
     )
 
 
-def _odd(known: Mapping[int, Standing], waits: Mapping[int, frozenset[int]], circle: Iterable[int]) -> list[int]:
+def _odd(known: Mapping[int, RankState], waits: Mapping[int, frozenset[int]], circle: Iterable[int]) -> list[int]:
     """Return the ranks of a circle that fewest others are in the same operation with, and that most wait for."""
 
     def place(rank: int) -> object:
@@ -119,71 +119,71 @@ def _odd(known: Mapping[int, Standing], waits: Mapping[int, frozenset[int]], cir
 # ---- words ------------------------------------------------------------------------------------------------------
 
 
-def _classes(known: Mapping[int, Standing], sites: Mapping[int, str]) -> list[tuple[str, tuple[int, ...]]]:
+def _classes(known: Mapping[int, RankState], sites: Mapping[int, str]) -> list[tuple[str, tuple[int, ...]]]:
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, standing in known.items():
-        place = _place(standing)
+    for rank, state in known.items():
+        place = _place(state)
         ranks[f"{place}, at {sites[rank]}" if sites.get(rank) else place].append(rank)
     return [(place, tuple(found)) for place, found in sorted(ranks.items(), key=lambda item: -len(item[1]))]
 
 
-def _place(standing: Standing) -> str:
+def _place(state: RankState) -> str:
     """Say where a rank is, without what differs between ranks in the same place, such as times."""
     parts = []
-    if standing.operation is not None:
-        parts.append(_words(standing, standing.operation))
-    elif not standing.is_ending:
+    if state.operation is not None:
+        parts.append(_words(state, state.operation))
+    elif not state.is_ending:
         parts.append("outside of collectives")
-    if standing.phase is not Phase.OTHER:
-        parts.append("at the end of its program" if standing.is_ending else standing.phase.name.lower())
-    if standing.condition is not Condition.LIVES:
-        parts.append(f"its process {standing.condition.value}")
+    if state.phase is not Phase.OTHER:
+        parts.append("at the end of its program" if state.is_ending else state.phase.name.lower())
+    if state.condition is not Condition.LIVES:
+        parts.append(f"its process {state.condition.value}")
     return ", ".join(parts)
 
 
-def _words(standing: Standing, operation: Operation) -> str:
+def _words(state: RankState, operation: Operation) -> str:
     """Return an operation in words; its group is told from others of the same ranks: all made them in one order."""
     group = operation.group
     if group is None or not operation.call:
         return str(operation)
-    alike = [each.key for each in standing.page.groups if str(each) == str(group)]
+    alike = [each.key for each in state.record.groups if str(each) == str(group)]
     which = f", number {alike.index(group.key) + 1} of {len(alike)} such" if len(alike) > 1 else ""
     return f"{operation}, collective {operation.call} of {group}{which}"
 
 
-def _reason(standing: Standing, waiting: Standing, site: str) -> str:
+def _reason(state: RankState, waiting: RankState, site: str) -> str:
     """Say why a rank has not done its part for one that waits."""
-    during = "" if standing.phase in (Phase.OTHER, Phase.ENDING) else f" during its {standing.phase.name.lower()}"
-    where = f" in {standing.operation}" if standing.operation is not None else during
-    if standing.condition is Condition.STOPPED:
+    during = "" if state.phase in (Phase.OTHER, Phase.ENDING) else f" during its {state.phase.name.lower()}"
+    where = f" in {state.operation}" if state.operation is not None else during
+    if state.condition is Condition.STOPPED:
         reason = f"is stopped by a signal (SIGSTOP or SIGTSTP){where}"
-    elif standing.condition in (Condition.GONE, Condition.TRACED):
-        reason = f"{standing.condition.value}{where}"
-    elif standing.is_ending:
+    elif state.condition in (Condition.GONE, Condition.TRACED):
+        reason = f"{state.condition.value}{where}"
+    elif state.is_ending:
         reason = "has come to the end of its program"
     else:
-        place = where if standing.operation is not None else f" outside of collectives{during}"
-        reason = f"has been{place} for {seconds_in(standing):.0f} s" + (f" at {site}" if site else "")
+        place = where if state.operation is not None else f" outside of collectives{during}"
+        reason = f"has been{place} for {seconds_in(state):.0f} s" + (f" at {site}" if site else "")
     operation = waiting.operation
     if operation is None or operation.group is None or not operation.call:
         return reason
-    group = standing.page.group(operation.group.key)
+    group = state.record.group(operation.group.key)
     if group is None:
         return reason
     closed = ", which it has closed" if group.is_closed else ""
     return f"{reason}, after {counted(group.count, 'collective')} of that group{closed}"
 
 
-def seconds_in(standing: Standing) -> float:
+def seconds_in(state: RankState) -> float:
     """Return how long a rank has been in its operation, or outside of all; local.
 
     It is right for a rank of another node as far as the clocks of the nodes agree.
     """
-    identity: dict[str, int] = standing.page.identity
-    if standing.operation is not None:
-        since = standing.operation.entered
+    identity: dict[str, int] = state.record.identity
+    if state.operation is not None:
+        since = state.operation.entered
     else:
-        since = max((each.left or 0 for each in standing.page.operations()), default=0)
+        since = max((each.left or 0 for each in state.record.operations()), default=0)
         if not since:
             return age(identity["started"])
     return max(0.0, (time.time_ns() - identity["wall_clock"] - since) / 1e9)

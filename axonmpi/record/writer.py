@@ -1,14 +1,14 @@
-"""The page of a rank: what it does at this moment and what it did before, in memory that outlives it.
+"""The record of a rank: what it does at this moment and what it did before, in memory that outlives it.
 
 Each rank of a job has a file in a folder of its user under /dev/shm, which it has mapped, and writes there what it
 enters and leaves with plain stores. Any process of the same user can read it, while the rank runs, hangs, is
-stopped or is gone; `axonmpi.observe` does. One page is
+stopped or is gone; `axonmpi.observe` does. One record is
 
     header      who the rank is, its phase, the number of its latest operation
     groups      for each group that it is in: the group's key, and how many collectives it has called there
     operations  a ring of the latest 2,048; one that is not over is never overwritten
 
-A record begins and ends with its number, which is written first and last: where the two differ, it is being
+A entry begins and ends with its number, which is written first and last: where the two differ, it is being
 written. Operations that are not over tell where the rank is. A collective can only come to its end once all ranks
 of the group, which has the same key on all of them, have called as many collectives.
 """
@@ -76,16 +76,16 @@ whether its operations give up by themselves, whether the rank has closed it: an
 _CLOSED = 7
 OPERATIONS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
 OPERATIONS, OPERATION_BYTES = 2048, 160
-PAGE_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION_BYTES
+RECORD_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION_BYTES
 SHAPE_SHOWN = 4
-"""How many sizes of a shape a record has."""
+"""How many sizes of a shape a entry has."""
 
 _OPERATION = struct.Struct("=8q88sq")
 """Number, left (-1: not over), entered, started, thread, group, collective, failed; description; number."""
 _DESCRIPTION = struct.Struct("=20s12sbB2xii4xq4q")
 """Name, dtype, reduction, dimensions, peer, tag, bytes, shape."""
 _LEFT = 1
-"""Of a record's words the one that is written last, by which records are known to their writers."""
+"""Of a entry's words the one that is written last, by which entries are known to their writers."""
 _STARTED, _THREAD, _FAILED = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT
 _WORDS = OPERATION_BYTES // 8
 _FIRST_WORD = OPERATIONS_AT // 8
@@ -122,11 +122,11 @@ def describe(
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-class Page:
-    """One rank's page, to write to.
+class OwnRecord:
+    """One rank's record, to write to.
 
     Args:
-        memory: [PAGE_BYTES] zeros.
+        memory: [RECORD_BYTES] zeros.
 
     Attributes:
         path: Its file; None of memory of the process itself.
@@ -142,10 +142,10 @@ class Page:
         self._groups = itertools.count()
 
     def sign(self, identity: dict[str, Any]) -> None:
-        """Say whose page this is; local, once."""
+        """Say whose record this is; local, once."""
         self.identity = identity
         text = json.dumps(identity).encode()
-        assert len(text) <= GROUPS_AT - IDENTITY_AT, "a page has no room for so much"
+        assert len(text) <= GROUPS_AT - IDENTITY_AT, "a record has no room for so much"
         self.memory[IDENTITY_AT : IDENTITY_AT + len(text)] = text
         self.words[Header.VERSION] = VERSION
         self.words[Header.THREAD] = threading.main_thread().ident or 0
@@ -187,20 +187,20 @@ class Page:
 
 
 class GroupLog:
-    """What a rank does in one group; made by `Page.join`.
+    """What a rank does in one group; made by `OwnRecord.join`.
 
     Attributes:
         key: The group's key.
         enter: Notes that the calling thread enters an operation: `enter(description)` the group's next collective,
             `enter(description, number)` another one, which belongs to a collective of this number, or 0; local.
-            Returns where its record is.
+            Returns where its entry is.
         leave: Notes that the operation at a place is over; local.
     """
 
-    def __init__(self, page: Page, slot: int, at: int) -> None:
-        self._words, self._slot, self._at = page.words, slot, at
+    def __init__(self, record: OwnRecord, slot: int, at: int) -> None:
+        self._words, self._slot, self._at = record.words, slot, at
         self.key = self._words[at]
-        self.enter, self.leave = _writers(page, slot, at + 1)
+        self.enter, self.leave = _writers(record, slot, at + 1)
 
     @property
     def count(self) -> int:
@@ -239,9 +239,9 @@ class GroupLog:
             self._words[self._at + _CLOSED] = 1
 
 
-def _writers(page: Page, slot: int, counter: int) -> tuple[Enter, Leave]:
-    """Make the functions that write records; variables of a function are found quicker than an object's."""
-    memory, words, take_number = page.memory, page.words, page.take_number
+def _writers(record: OwnRecord, slot: int, counter: int) -> tuple[Enter, Leave]:
+    """Make the functions that write entries; variables of a function are found quicker than an object's."""
+    memory, words, take_number = record.memory, record.words, record.take_number
     pack, now, thread = _OPERATION.pack_into, time.monotonic_ns, threading.get_ident
     latest, first_left, count = int(Header.LATEST), _FIRST_WORD + _LEFT, 0
 
@@ -259,7 +259,7 @@ def _writers(page: Page, slot: int, counter: int) -> tuple[Enter, Leave]:
         return at
 
     def pass_over(mine: int, at: int) -> tuple[int, int]:
-        """Pass over the records of operations that are not over, unless all are such."""
+        """Pass over the entries of operations that are not over, unless all are such."""
         for _ in range(OPERATIONS):
             mine = take_number()
             at = mine % OPERATIONS * _WORDS + first_left

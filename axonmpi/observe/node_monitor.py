@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 
 from ..launch.node_links import Link, LinkState, links
 from ..utils.text import name_ranks
-from .judgement import Standing
+from .waits import RankState
 
 LOST_SECONDS = 1.0
 """How long a connection must have been lost before the job may be ended."""
 
 
-class Neighbours:
+class NodeMonitor:
     """This rank's connections to other nodes.
 
     Args:
@@ -47,15 +47,15 @@ class Neighbours:
                 if not link.said:  # else the other node has printed it
                     self._say(f"axonmpi: {self._cause(link)}")
 
-    def in_vain(self, standings: Mapping[int, Standing]) -> str:
+    def reason_to_end(self, states: Mapping[int, RankState]) -> str:
         """Return why ranks that all wait do so in vain; empty if nothing says so; local, up to a second.
 
         Args:
-            standings: Of all ranks of this node.
+            states: Of all ranks of this node.
         """
         gone = [link for link, seconds in self._lost.items() if seconds >= LOST_SECONDS]
-        waiting = {rank: standing for rank, standing in standings.items() if standing.waits}
-        if not gone or not waiting or not all(rank in waiting or each.is_lost for rank, each in standings.items()):
+        waiting = {rank: state for rank, state in states.items() if state.waits}
+        if not gone or not waiting or not all(rank in waiting or each.is_lost for rank, each in states.items()):
             return ""
         link = gone[0]
         if link.state is LinkState.LOST and link.answers():
