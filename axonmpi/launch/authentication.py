@@ -1,8 +1,8 @@
-"""Connections between ranks of two nodes, which prove to each other that they know a secret.
+"""TCP connections between ranks of two nodes, authenticated at both ends by a secret that is never sent.
 
-The secret, which ranks tell each other over MPI, is never sent: each end sends a random number, and a digest of
-both numbers, the address that was called and the secret. Nothing else is read before. Anyone can connect, so
-callers that send something else, or nothing, are dropped, and the rank that is waited for still gets in.
+The ranks get the secret over MPI. Each end sends a random number, and a digest of both numbers, the called address
+and the secret; nothing else is read before. Anyone can connect: a connection that sends anything else is closed,
+and connections that send nothing do not keep the expected rank out.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ CONNECT_SECONDS = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _MAX_STRANGERS = 256
-"""How many callers that have not proved themselves keep a connection: fewer than open files are usually allowed."""
+"""Limit of open connections that are not authenticated: fewer than the usual limit of open files."""
 _YES = b"+"
 _BACKLOG = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeAddress:
     """Address of the lowest rank of a node.
 
     Attributes:
-        rank: Its world rank.
+        rank: World rank.
         host: Name of the node.
         ranks: Names of the node's ranks, for messages.
         addresses: IP addresses of the node.
         port: TCP port of the listening socket.
-        secret: Key of the proofs that a connection begins with, in hexadecimal.
+        secret: Secret of the listening rank, in hexadecimal.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Place:
 
 
 def listen() -> socket.socket:
-    """Return a socket that listens on all addresses of this node; a closed one if there can be none; local."""
+    """Return a socket that listens on all addresses of this node; a closed socket if none is possible; local."""
     with contextlib.suppress(OSError, ValueError):  # there may be no IPv6
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     with contextlib.suppress(OSError):
@@ -57,41 +57,33 @@ def listen() -> socket.socket:
     return closed
 
 
-def meet(
-    listener: socket.socket, secret: str, after: Place | None, limit: float = CONNECT_SECONDS
+def accept_and_connect(
+    listener: socket.socket, secret: str, target: NodeAddress | None, limit: float = CONNECT_SECONDS
 ) -> tuple[socket.socket | None, socket.socket | None]:
-    """Wait for a call, and call another rank at all of its addresses at once; local.
+    """Accept the connection of one rank, and connect to another at all of its addresses at once; local.
 
     Args:
         listener: Listening socket of this rank.
-        secret: Secret that the caller knows, in hexadecimal; empty if none is to be waited for.
-        after: The rank to call; None calls nobody.
-        limit: Seconds.
+        secret: This rank's secret, in hexadecimal; empty to accept no connection.
+        target: The rank to connect to; None for none.
+        limit: Time limit in seconds.
 
     Returns:
-        The connections to the caller and to the called; None where there is none.
+        The accepted connection and the connection to the target; None for each that is missing.
     """
-    meeting = _Meeting(secret, after)
-    if secret and listener.fileno() >= 0:
-        listener.setblocking(False)
-        meeting.ready.register(listener, selectors.EVENT_READ, meeting.accept)
-    if after is not None:
-        for address in after.addresses:
-            meeting.call(address, after.port)
-    until = time.monotonic() + limit
-    while not meeting.is_over() and (left := until - time.monotonic()) > 0:
-        for key, _ in meeting.ready.select(left):
-            key.data(key.fileobj)
-    meeting.end()
-    return meeting.caller, meeting.called
+    connector = _Connector(secret, target)
+    connector.run(listener, time.monotonic() + limit)
+    return connector.accepted, connector.connected
 
 
-_Talk = Generator[tuple[bytes, int], bytes, None]
-"""One end's part of the proof that both know the secret: yields bytes to send and the length of the answer."""
+# ---- the handshake ----------------------------------------------------------------------------------------------
+
+_Handshake = Generator[tuple[bytes, int], bytes, None]
+"""One end of the handshake: yields bytes to send and the length of the answer, and returns once it is complete."""
 
 
-def _prove_caller(secret: bytes, address: str) -> _Talk:
-    """Prove to the rank at an address that this rank knows its secret, without sending the secret."""
+def _prove_caller(secret: bytes, address: str) -> _Handshake:
+    """Authenticate this rank to the rank at an address, and the other way round."""
     own = secrets.token_bytes(_NONCE_BYTES)
     answer = yield own, _NONCE_BYTES + _PROOF_BYTES
     nonces = own + answer[:_NONCE_BYTES]
@@ -99,14 +91,12 @@ def _prove_caller(secret: bytes, address: str) -> _Talk:
     _check((yield _proof(secret, "caller", nonces, address), len(_YES)), _YES)
 
 
-def _prove_called(secret: bytes, address: str) -> _Talk:
-    """Prove to a caller of one of this rank's addresses that this rank knows the secret."""
+def _prove_called(secret: bytes, address: str) -> _Handshake:
+    """Authenticate this rank to a caller of one of its addresses, and the other way round."""
     own = secrets.token_bytes(_NONCE_BYTES)
     nonces = (yield b"", _NONCE_BYTES) + own
-    _check(
-        (yield own + _proof(secret, "called", nonces, address), _PROOF_BYTES),
-        _proof(secret, "caller", nonces, address),
-    )
+    answer = yield own + _proof(secret, "called", nonces, address), _PROOF_BYTES
+    _check(answer, _proof(secret, "caller", nonces, address))
 
 
 def _proof(secret: bytes, role: str, nonces: bytes, address: str) -> bytes:
@@ -119,114 +109,124 @@ def _check(answer: bytes, expected: bytes) -> None:
         raise ConnectionError("a stranger")
 
 
-class _Meeting:
-    """Calls under way, in both directions."""
+# ---- connections ------------------------------------------------------------------------------------------------
 
-    def __init__(self, secret: str, after: Place | None) -> None:
-        self.caller: socket.socket | None = None
-        self.called: socket.socket | None = None
-        self.ready = selectors.DefaultSelector()
+
+class _Candidate:
+    """A connection that is not authenticated yet.
+
+    Args:
+        connection: The socket, non-blocking.
+        handshake: This rank's end of the handshake.
+        is_accepted: True if the other rank has called.
+    """
+
+    def __init__(self, connection: socket.socket, handshake: _Handshake, *, is_accepted: bool) -> None:
+        self.socket = connection
+        self.is_accepted = is_accepted
+        self._handshake = handshake
+        self._received = b""
+        self._wanted = 0
+
+    def advance(self) -> bool:
+        """Receive and send the next bytes; return True once the other end is authenticated, else OSError."""
+        if self._wanted:
+            data = self.socket.recv(self._wanted - len(self._received))
+            if not data:
+                raise ConnectionError("the other end has gone")
+            self._received += data
+            if len(self._received) < self._wanted:
+                return False
+        try:
+            reply, wanted = self._handshake.send(self._received) if self._wanted else next(self._handshake)
+        except StopIteration:
+            return True
+        self._received, self._wanted = b"", wanted
+        self.socket.send(reply)
+        return False
+
+
+class _Connector:
+    """Candidates in both directions, until one of each is authenticated.
+
+    The selector has the listening socket, without data, and all candidates, oldest first.
+
+    Attributes:
+        accepted: Connection of the rank that has called; None so far.
+        connected: Connection to the target; None so far.
+    """
+
+    def __init__(self, secret: str, target: NodeAddress | None) -> None:
+        self.accepted: socket.socket | None = None
+        self.connected: socket.socket | None = None
         self._secret = bytes.fromhex(secret)
-        self._after = after
-        self._calls: list[_Call] = []
+        self._target = target
+        self._selector = selectors.DefaultSelector()
 
-    def is_over(self) -> bool:
-        return (not self._secret or self.caller is not None) and (self._after is None or self.called is not None)
+    def run(self, listener: socket.socket, deadline: float) -> None:
+        if self._secret and listener.fileno() >= 0:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        if self._target is not None:
+            for address in self._target.addresses:
+                self._connect(address, self._target.port, bytes.fromhex(self._target.secret))
+        while not self._is_complete() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept(listener)
+                elif key.data.socket.fileno() >= 0:  # not closed within this loop
+                    self._advance(key.data)
+        for candidate in self._candidates():
+            candidate.socket.close()
+        self._selector.close()
 
-    def end(self) -> None:
-        self.ready.close()
-        for each in self._calls:
-            each.connection.close()
+    def _is_complete(self) -> bool:
+        has_accepted = not self._secret or self.accepted is not None
+        return has_accepted and (self._target is None or self.connected is not None)
 
-    def call(self, address: str, port: int) -> None:
-        assert self._after is not None
-        caller = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        caller.setblocking(False)
-        call = _Call(caller, _prove_caller(bytes.fromhex(self._after.secret), address), is_own=True)
-        self._calls.append(call)
-        with contextlib.suppress(OSError):
-            caller.connect_ex((address, port))
-            self.ready.register(caller, selectors.EVENT_WRITE, lambda _: self._begin(call))
+    def _candidates(self) -> list[_Candidate]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def accept(self, listener: socket.socket) -> None:
+    def _connect(self, address: str, port: int, secret: bytes) -> None:
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        connection.setblocking(False)
+        candidate = _Candidate(connection, _prove_caller(secret, address), is_accepted=False)
+        self._selector.register(connection, selectors.EVENT_WRITE, candidate)
+        try:
+            connection.connect_ex((address, port))
+        except OSError:  # not an address of this system
+            self._drop(candidate)
+
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             stranger, _ = listener.accept()
             stranger.setblocking(False)
             address = stranger.getsockname()[0].removeprefix("::ffff:")
-            call = _Call(stranger, _prove_called(self._secret, address), is_own=False)
-            self._calls.append(call)
-            self.ready.register(stranger, selectors.EVENT_READ, lambda _: self._go_on(call))
-            call.begin()
-        # The rank that is waited for speaks at once: silent ones must not keep it out by taking all descriptors.
-        accepted = [each for each in self._calls if not each.is_own]
-        if len(accepted) > _MAX_STRANGERS:
-            self._refuse(accepted[0])
+            candidate = _Candidate(stranger, _prove_called(self._secret, address), is_accepted=True)
+            self._selector.register(stranger, selectors.EVENT_READ, candidate)
+        # The expected rank sends at once: silent strangers must not keep it out by taking all descriptors.
+        strangers = [candidate for candidate in self._candidates() if candidate.is_accepted]
+        if len(strangers) > _MAX_STRANGERS:
+            self._drop(strangers[0])
 
-    def _begin(self, call: _Call) -> None:
+    def _advance(self, candidate: _Candidate) -> None:
         try:
-            call.begin()
-            self.ready.modify(call.connection, selectors.EVENT_READ, lambda _: self._go_on(call))
-        except OSError:  # nobody listens at this address
-            self._refuse(call)
-
-    def _go_on(self, call: _Call) -> None:
-        try:
-            if not call.go_on():
+            if not candidate.advance():
+                self._selector.modify(candidate.socket, selectors.EVENT_READ, candidate)
                 return
-            if (self.called if call.is_own else self.caller) is not None:
+            if (self.accepted if candidate.is_accepted else self.connected) is not None:
                 raise ConnectionError("another address has led here before")
-            if not call.is_own:
-                call.connection.send(_YES)
-        except OSError:
-            self._refuse(call)
+            if candidate.is_accepted:
+                candidate.socket.send(_YES)
+        except OSError:  # a stranger, or nobody listens at this address
+            self._drop(candidate)
             return
-        self.ready.unregister(call.connection)
-        self._calls.remove(call)
-        if call.is_own:
-            self.called = call.connection
+        self._selector.unregister(candidate.socket)
+        if candidate.is_accepted:
+            self.accepted = candidate.socket
         else:
-            self.caller = call.connection
+            self.connected = candidate.socket
 
-    def _refuse(self, call: _Call) -> None:
-        if call.connection in self.ready.get_map():
-            self.ready.unregister(call.connection)
-        call.connection.close()
-        self._calls.remove(call)
-
-
-class _Call:
-    """A connection whose other end has not proved yet that it knows the secret.
-
-    Args:
-        connection: The socket, non-blocking.
-        talk: What is sent and received.
-        is_own: Whether this rank has called.
-    """
-
-    def __init__(self, connection: socket.socket, talk: _Talk, *, is_own: bool) -> None:
-        self.connection = connection
-        self.is_own = is_own
-        self._talk = talk
-        self._received = b""
-        self._wanted = 0
-
-    def begin(self) -> None:
-        """Send the first bytes."""
-        first, self._wanted = next(self._talk)
-        self.connection.send(first)
-
-    def go_on(self) -> bool:
-        """Receive more of an answer; return whether the other end has proved itself, OSError if it cannot."""
-        data = self.connection.recv(self._wanted - len(self._received))
-        if not data:
-            raise ConnectionError("the other end has gone")
-        self._received += data
-        if len(self._received) < self._wanted:
-            return False
-        try:
-            reply, self._wanted = self._talk.send(self._received)
-        except StopIteration:
-            return True
-        self._received = b""
-        self.connection.send(reply)
-        return False
+    def _drop(self, candidate: _Candidate) -> None:
+        self._selector.unregister(candidate.socket)
+        candidate.socket.close()

@@ -1,4 +1,9 @@
-"""What the ranks of a job do, seen from any process of the same user, and the end of jobs that wait for ever."""
+"""Observation of a job from its ranks' records: waits, stacks, and the watchdog that ends a job which cannot go on.
+
+A rank that waits in a collective looks the same as one that computes. These functions tell them apart, for
+`axonmpi why`, `axonmpi top`, the watchdog of each rank, and programs. Read `waits.py` and `watchdog.py` first. The
+package imports `record`, `launch` and packages below.
+"""
 
 from ..record.reader import Condition, Group, Operation, RankRecord, describe_process, job_names, records_of
 from .stacks import stacks_of

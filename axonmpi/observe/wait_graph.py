@@ -1,11 +1,11 @@
-"""Who waits for whom in a job, and why, in words: pure functions of where its ranks are.
+"""The graph of ranks that wait for ranks, with its explanation in words, as `axonmpi why` prints it.
 
-    ranks 0, 2 in all_reduce, collective 17 of their group ──▶ rank 1, which has called 16 of them ──▶ nobody
+    ranks 0, 2 in all_reduce, collective 17 of their group ──▶ rank 1, which has called 16 of them
 
-An arrow leads from a rank that waits to each rank that has not done its part (`judgement`). Ranks at the ends of
-arrows that wait for nobody are *behind*: they are what has to be looked at. If every arrow leads on, ranks wait in
-a circle. Ranks in the same place are one class, as in STAT (Arnold et al., Stack Trace Analysis for Large Scale
-Debugging, 2007).
+An edge leads from a waiting rank to each rank that has not called its part (`waits.py`). Ranks that others wait for
+and that wait for nobody are *behind*: they are the ranks to look at. If every awaited rank waits itself, the ranks
+wait in a circle. Ranks in the same state are one class, as in STAT (Arnold et al., Stack Trace Analysis for Large
+Scale Debugging, 2007). All functions are pure.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..record.layout import Phase
 from ..record.reader import Condition, Operation
-from ..record.writer import Phase
 from ..utils.processes import age
 from ..utils.text import counted, name_ranks
 from .waits import RankState, awaited_by
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARY = re.compile(rf"{re.escape(_PACKAGE)}|/site-packages/|/lib/python3[.\d]*/|<frozen ")
-"""Files of which users did not write the lines."""
+"""Files that are not the user's."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current t|T)hread 0x(?P<ident>[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """What the ranks of a job wait for.
+    """The waits of a job's ranks.
 
     Attributes:
-        size: Ranks of the job.
-        states: Where the ranks are that are known, by rank.
-        sites: Where their programs are, as "train.py:12 in step", as far as that is known, by rank.
-        classes: Places in words, with the ranks that are there; the largest class first.
-        waits: For each rank that waits the ranks that it waits for.
-        behind: Ranks that others wait for, and that wait for nobody; if all wait in a circle, the ranks of it that
-            are in another place than most.
-        is_circle: Whether every rank that is waited for waits itself.
-        unknown: Ranks of the job whose place is not known.
+        size: Number of ranks of the job.
+        states: States of the known ranks, by rank.
+        sites: Lines of the ranks' programs, as "train.py:12 in step", by rank; known lines only.
+        classes: States in words, with the ranks in each; the largest class first.
+        waits: Edges: for each waiting rank the ranks that it waits for.
+        behind: Ranks that others wait for, and that wait for nobody; in a circle, the ranks of it with the rarest
+            operation.
+        is_circle: True if every awaited rank waits itself.
+        unknown: Ranks of the job without a known state.
     """
 
     size: int
@@ -57,7 +57,7 @@ class WaitGraph:
 
     @property
     def sentences(self) -> list[str]:
-        """Who waits for whom and why, a sentence for each rank behind or for the circle."""
+        """The explanation: a sentence for each rank behind, or one for the circle."""
         if self.is_circle:
             odd = name_ranks(self.behind)
             return [f"ranks wait for each other in a circle, so none goes on; look at {odd} first"]
@@ -73,19 +73,16 @@ class WaitGraph:
 
 
 def wait_graph_of(states: Mapping[int, RankState], size: int, sites: Mapping[int, str] | None = None) -> WaitGraph:
-    """Find out who waits for whom; local.
+    """Return the graph of the waits of a job's ranks; local.
 
     Args:
-        states: Of the ranks that are known.
-        size: Ranks of the job.
-        sites: Where their programs are.
+        states: States of the known ranks, by rank.
+        size: Number of ranks of the job.
+        sites: Lines of the ranks' programs, by rank.
     """
     known, sites = dict(sorted(states.items())), sites or {}
-    waits = {
-        rank: frozenset(awaited)
-        for rank, state in known.items()
-        if state.waits and (awaited := awaited_by(rank, known))
-    }
+    awaited = {rank: frozenset(awaited_by(rank, known)) for rank, state in known.items() if state.waits}
+    waits = {rank: ranks for rank, ranks in awaited.items() if ranks}
     # At its end a rank waits for all others, which may have much to do: that alone makes nobody late.
     late = {rank for waiting, ranks in waits.items() if not known[waiting].is_ending for rank in ranks}
     behind = sorted(rank for rank in late if rank not in waits or known[rank].is_ending)
@@ -103,16 +100,16 @@ def wait_graph_of(states: Mapping[int, RankState], size: int, sites: Mapping[int
 
 
 def _odd(known: Mapping[int, RankState], waits: Mapping[int, frozenset[int]], circle: Iterable[int]) -> list[int]:
-    """Return the ranks of a circle that fewest others are in the same operation with, and that most wait for."""
+    """Return the ranks of a circle with the rarest operation, and of these the ranks that most others wait for."""
 
-    def place(rank: int) -> object:
+    def operation_of(rank: int) -> object:
         operation = known[rank].operation
         group = None if operation is None or operation.group is None else operation.group.key
         return None if operation is None else (group, operation.name, operation.call)
 
-    company = Counter(map(place, known))
+    company = Counter(map(operation_of, known))
     waiting = Counter(rank for awaited in waits.values() for rank in awaited)
-    oddness = {rank: (-company[place(rank)], waiting[rank]) for rank in sorted(circle)}
+    oddness = {rank: (-company[operation_of(rank)], waiting[rank]) for rank in sorted(circle)}
     return [rank for rank, odd in oddness.items() if odd == max(oddness.values())]
 
 
@@ -122,13 +119,13 @@ def _odd(known: Mapping[int, RankState], waits: Mapping[int, frozenset[int]], ci
 def _classes(known: Mapping[int, RankState], sites: Mapping[int, str]) -> list[tuple[str, tuple[int, ...]]]:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, state in known.items():
-        place = _place(state)
-        ranks[f"{place}, at {sites[rank]}" if sites.get(rank) else place].append(rank)
-    return [(place, tuple(found)) for place, found in sorted(ranks.items(), key=lambda item: -len(item[1]))]
+        site = f", at {sites[rank]}" if sites.get(rank) else ""
+        ranks[_class_of(state) + site].append(rank)
+    return [(words, tuple(found)) for words, found in sorted(ranks.items(), key=lambda item: -len(item[1]))]
 
 
-def _place(state: RankState) -> str:
-    """Say where a rank is, without what differs between ranks in the same place, such as times."""
+def _class_of(state: RankState) -> str:
+    """Return a state in words, without times and other differences between ranks of a class."""
     parts = []
     if state.operation is not None:
         parts.append(_words(state, state.operation))
@@ -142,17 +139,17 @@ def _place(state: RankState) -> str:
 
 
 def _words(state: RankState, operation: Operation) -> str:
-    """Return an operation in words; its group is told from others of the same ranks: all made them in one order."""
+    """Return an operation in words; groups of the same ranks are numbered, in the order in which all made them."""
     group = operation.group
     if group is None or not operation.call:
         return str(operation)
     alike = [each.key for each in state.record.groups if str(each) == str(group)]
-    which = f", number {alike.index(group.key) + 1} of {len(alike)} such" if len(alike) > 1 else ""
-    return f"{operation}, collective {operation.call} of {group}{which}"
+    number = f", number {alike.index(group.key) + 1} of {len(alike)} such" if len(alike) > 1 else ""
+    return operation.in_group + number
 
 
 def _reason(state: RankState, waiting: RankState, site: str) -> str:
-    """Say why a rank has not done its part for one that waits."""
+    """Return the reason for which a rank has not called its part of the operation of a waiting rank."""
     during = "" if state.phase in (Phase.OTHER, Phase.ENDING) else f" during its {state.phase.name.lower()}"
     where = f" in {state.operation}" if state.operation is not None else during
     if state.condition is Condition.STOPPED:
@@ -162,8 +159,8 @@ def _reason(state: RankState, waiting: RankState, site: str) -> str:
     elif state.is_ending:
         reason = "has come to the end of its program"
     else:
-        place = where if state.operation is not None else f" outside of collectives{during}"
-        reason = f"has been{place} for {seconds_in(state):.0f} s" + (f" at {site}" if site else "")
+        where = where if state.operation is not None else f" outside of collectives{during}"
+        reason = f"has been{where} for {seconds_in(state):.0f} s" + (f" at {site}" if site else "")
     operation = waiting.operation
     if operation is None or operation.group is None or not operation.call:
         return reason
@@ -175,9 +172,9 @@ def _reason(state: RankState, waiting: RankState, site: str) -> str:
 
 
 def seconds_in(state: RankState) -> float:
-    """Return how long a rank has been in its operation, or outside of all; local.
+    """Return the time for which a rank has been in its operation, or outside of operations, in seconds; local.
 
-    It is right for a rank of another node as far as the clocks of the nodes agree.
+    For ranks of other nodes it is as exact as the nodes' clocks agree.
     """
     identity: dict[str, int] = state.record.identity
     if state.operation is not None:
@@ -196,8 +193,8 @@ def site_in(stacks: str, thread: int) -> str:
     """Return the user's line in the stack of a thread, as "train.py:12 in step"; empty if there is none; local.
 
     Args:
-        stacks: What faulthandler has written, innermost frames first.
-        thread: The thread's identity.
+        stacks: Stacks as faulthandler writes them, innermost frames first.
+        thread: Id of the thread.
     """
     is_wanted = False
     for line in stacks.splitlines():

@@ -1,14 +1,16 @@
-"""Who waits for whom, and who waits in vain.
+"""State of each rank at one moment, and the ranks that each waiting rank waits for.
 
-A rank that is in a collective waits for the ranks of the group that have not called it yet; one that is at its end
-waits for all that are not. It waits in vain if one of these never comes: because its process has ended or is
-stopped, because it has closed the group, or because it waits in vain itself. So
+A rank in a collective waits for the ranks of the group that have not called it yet; a rank at the end of its
+program waits for all that are not. It is stuck if one of these never comes: because its process has ended or is
+stopped, because it has closed the group, or because it is stuck itself. So
 
-    in vain := all ranks that wait
-    again and again: leave out of it those that wait for nobody who is gone, stopped, out of the group, or in it
+    stuck := all ranks that wait
+    repeat: remove the ranks that wait for no rank that has ended, is stopped, has closed the group, or is in
+    `stuck`
 
-What is left cannot go on, whatever the others do (the knot of Chandy, Misra and Haas 1983). Ranks that compute,
-ranks of other nodes, and a collective that all have called, however long its data takes, are never part of it.
+The remaining ranks cannot go on, whatever the others do (the knot of Chandy, Misra and Haas 1983). Ranks that
+compute, ranks of other nodes, and a collective that all ranks have called, however long its data takes, never make
+a rank stuck.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..record.reader import Condition, Operation, RankRecord
-from ..record.writer import OPERATIONS, Phase
-
-_SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
+from ..record.layout import OPERATIONS, Phase
+from ..record.reader import RECEIVES, SENDS, Condition, Operation, RankRecord
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class RankState:
     """State of a rank at one moment.
 
     Attributes:
-        record: OwnRecord of the rank.
+        record: The rank's record.
         condition: State of its process.
         phase: Phase of its program.
         latest: Number of its latest operation.
-        operation: Operation of the record's `thread`; None outside of operations.
+        operation: The operation that it is in; None outside of operations.
     """
 
     record: RankRecord
@@ -40,43 +40,50 @@ class RankState:
     latest: int
     operation: Operation | None
 
+    @classmethod
+    def of(cls, record: RankRecord, condition: Condition | None = None) -> RankState:
+        """Return the present state of a rank; local.
+
+        Args:
+            record: The rank's record.
+            condition: State of its process; None asks the system.
+        """
+        return cls(record, condition or record.condition(), record.phase, record.latest, record.current())
+
     @property
     def is_lost(self) -> bool:
-        """Whether it does nothing any more."""
+        """Whether its process has ended or is stopped."""
         return self.condition in (Condition.GONE, Condition.STOPPED)
 
     @property
     def is_ending(self) -> bool:
-        """Whether its program has come to its end."""
+        """Whether it has come to the end of its program."""
         return self.phase is Phase.ENDING
 
     @property
     def waits(self) -> bool:
-        """Whether it is in an operation, or at its end, and lives."""
+        """Whether it is in an operation or at the end of its program, and not lost."""
         return not self.is_lost and (self.operation is not None or self.is_ending)
 
     def __str__(self) -> str:
         doing = "at the end of its program" if self.is_ending else "outside of all operations"
         if self.operation is not None and not self.is_ending:
-            doing = f"in {self.operation.which}"
+            doing = f"in {self.operation.in_group}"
         elif self.phase not in (Phase.OTHER, Phase.ENDING):
             doing += f", in {self.phase.name.lower()}"
         return f"{self.condition.value}, {doing}" if self.condition is not Condition.LIVES else doing
 
 
 def states_of(records: Iterable[RankRecord]) -> dict[int, RankState]:
-    """Say where ranks are at this moment, by rank; local."""
-    found = (
-        RankState(record, record.condition(), record.phase, record.latest, record.current()) for record in records
-    )
-    return {state.record.rank: state for state in found}
+    """Return the present states of ranks, by rank; local."""
+    return {record.rank: RankState.of(record) for record in records}
 
 
 def stuck_ranks(states: Mapping[int, RankState]) -> dict[int, set[int]]:
-    """Return the ranks that wait in vain, and for whom each of them does; local.
+    """Return the stuck ranks, each with the ranks that never come; local.
 
     Args:
-        states: Of the ranks of this node.
+        states: States of the ranks of this node.
     """
     lost = {rank for rank, state in states.items() if state.is_lost}
     waits = {rank: awaited_by(rank, states) for rank, state in states.items() if state.waits}
@@ -99,7 +106,7 @@ def closed_by(own: RankState, states: Mapping[int, RankState]) -> set[int]:
 
 
 def awaited_by(rank: int, states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks of this node that a waiting rank waits for, and that have not come yet; local."""
+    """Return the ranks of this node that a waiting rank waits for; local."""
     own = states[rank]
     if own.is_ending:
         return {other for other, state in states.items() if not state.is_ending}
@@ -110,19 +117,19 @@ def awaited_by(rank: int, states: Mapping[int, RankState]) -> set[int]:
 
 
 def awaited_in(operation: Operation, own: RankRecord, states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks of this node that have not done their part of an operation of a rank yet; local."""
+    """Return the ranks of this node that have not called their part of a rank's operation; local."""
     if operation.group is None:
         return set()
     if operation.call:
-        return {other for other, state in states.items() if _keeps_waiting(operation, state)}
+        return {other for other, state in states.items() if _is_missing(operation, state)}
     peer = None if operation.peer is None else operation.group.world_rank(operation.peer)
     if peer is None or peer == own.rank or peer not in states or _is_met(operation, own, states[peer].record):
         return set()
     return {peer}
 
 
-def _keeps_waiting(operation: Operation, other: RankState) -> bool:
-    """Say whether a rank has not called a collective, or was lost in the middle of it."""
+def _is_missing(operation: Operation, other: RankState) -> bool:
+    """Return True if a rank has not called a collective, or is lost in the middle of it."""
     assert operation.group is not None
     group = other.record.group(operation.group.key)
     if group is None:
@@ -131,17 +138,17 @@ def _keeps_waiting(operation: Operation, other: RankState) -> bool:
 
 
 def _is_met(operation: Operation, own: RankRecord, other: RankRecord) -> bool:
-    """Say whether the other end of a message has done its part, or may have: the records go back only so far."""
+    """Return True if the peer of a message has called its part, or may have, before its record begins."""
     if operation.name.startswith("stage"):
         return False  # counters in shared memory: if the other rank had come, this one would not wait
-    mine, theirs = (_RECEIVES, _SENDS) if operation.name.endswith("recv") else (_SENDS, _RECEIVES)
+    mine, theirs = (RECEIVES, SENDS) if operation.name.endswith("recv") else (SENDS, RECEIVES)
     if max(own.latest, other.latest) >= OPERATIONS:
         return True
-    return _messages(other, operation, theirs, own.rank) >= _messages(own, operation, mine, other.rank)
+    return _count_messages(other, operation, theirs, own.rank) >= _count_messages(own, operation, mine, other.rank)
 
 
-def _messages(record: RankRecord, like: Operation, names: Sequence[str], peer: int) -> int:
-    """Count what a rank has sent to a peer, or received from it, with the group and the tag of an operation."""
+def _count_messages(record: RankRecord, like: Operation, names: Sequence[str], peer: int) -> int:
+    """Count a rank's sends to a peer, or receives from it, with the group and tag of an operation."""
     assert like.group is not None
     return sum(
         each.name in names

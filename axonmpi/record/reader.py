@@ -1,13 +1,13 @@
-"""Reading the records of ranks: who runs on this node, and what each rank does and did.
+"""Records of ranks, read by any process of the same user: the ranks of this node, and their operations.
 
-    for record in records_of(job):          one for each rank of the job on this node, in rank order
-        record.rank, record.host            who it is
-        record.condition()                whether its process lives, is stopped or gone
-        record.phase                      what it is about
-        record.current()                  the operation that its main thread is in; None: it is outside of all
-        record.operations()               the latest 2,048, the oldest first
+    for record in records_of(job):      one for each rank of the job on this node, in rank order
+        record.rank, record.host        identity of the rank
+        record.condition()              state of its process: lives, is stopped, has ended
+        record.phase                    phase of its program
+        record.current()                the operation of its main thread; None outside of operations
+        record.operations()             the latest 2,048 operations, oldest first
 
-Nothing here needs MPI, or an answer of the rank that is looked at. The layout is `launch.board`'s.
+Reading needs neither MPI nor an answer of the rank.
 """
 
 from __future__ import annotations
@@ -26,40 +26,27 @@ from numpy.typing import NDArray
 
 from ..types import ReduceOp
 from ..utils.own_files import open_own
-from ..utils.processes import namespace, process, traced_by
-from .files import identity_of, record_files
-from .writer import (
-    GROUP_BYTES,
+from ..utils.processes import namespace, traced_by
+from .files import identity_of, living_process, record_files
+from .layout import (
+    GROUP_ENTRY,
     GROUPS,
     GROUPS_AT,
-    OPERATION_BYTES,
+    OPERATION_ENTRY,
     OPERATIONS,
     OPERATIONS_AT,
     RECORD_BYTES,
-    SHAPE_SHOWN,
     VERSION,
     Header,
     Phase,
 )
 
-_ENTRY = np.dtype(
-    [
-        ("number", "i8"), ("left", "i8"), ("entered", "i8"), ("started", "i8"), ("thread", "i8"), ("group", "i8"),
-        ("call", "i8"), ("failed", "i8"), ("name", "S20"), ("dtype", "S12"), ("op", "i1"), ("dims", "u1"),
-        ("_", "V2"), ("peer", "i4"), ("tag", "i4"), ("__", "V4"), ("nbytes", "i8"), ("shape", "i8", SHAPE_SHOWN),
-        ("again", "i8"),
-    ]
-)  # fmt: skip
-_GROUP = np.dtype(
-    [(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "closed")]
-)
-assert (_ENTRY.itemsize, _GROUP.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
-
+SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
 _WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 class Condition(Enum):
-    """What has become of a rank's process."""
+    """State of a rank's process."""
 
     LIVES = "lives"
     STOPPED = "is stopped"
@@ -70,17 +57,17 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """A group that a rank is in, or was in.
+    """A group in a rank's record.
 
     Attributes:
-        key: The same on all ranks of the group, and on those of no other one.
-        count: How many collectives the rank has called in it.
+        key: Key of the group: the same on all its ranks, and different from any other group's.
+        count: Number of collectives that the rank has called in the group.
         rank: The rank's number in the group.
-        size: How many ranks the group has.
-        first: The world's number of its rank 0.
-        step: The distance of the world's numbers of its ranks; 0 if they have no common one.
-        gives_up: Whether its operations raise after some time, because it has a time-out.
-        is_closed: Whether the rank has closed it.
+        size: Number of ranks of the group.
+        first: World rank of the group's rank 0.
+        step: Distance between the world ranks of consecutive ranks; 0 if it varies.
+        gives_up: True if the group's operations raise after a timeout.
+        is_closed: True if the rank has closed the group.
     """
 
     key: int
@@ -93,12 +80,12 @@ class Group:
     is_closed: bool = False
 
     def world_rank(self, rank: int) -> int | None:
-        """Return the world's number of a rank of the group; None where the record does not say; local."""
+        """Return the world rank of a rank of the group; None if the record does not have it; local."""
         return self.first + self.step * rank if self.step or not rank else None
 
     @property
     def members(self) -> tuple[int, ...] | None:
-        """The world's numbers of its ranks, in its order; None where the record does not say."""
+        """World ranks of the group, in its order; None if the record does not have them."""
         return tuple(range(self.first, self.first + self.step * self.size, self.step)) if self.step else None
 
     def __str__(self) -> str:
@@ -109,25 +96,25 @@ class Group:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a rank has entered: a collective, a message, or a wait for one of them.
+    """An operation that a rank has entered: a collective, a message, or a wait for either.
 
     Attributes:
-        number: Counts the operations of the rank, from 1.
-        name: As the methods of `Backend`; or "wait" for a collective, "wait for isend", "wait for irecv", "stage
+        number: Number among the operations of the rank, from 1.
+        name: Name of a method of `Backend`; or "wait" for a collective, "wait for isend", "wait for irecv", "stage
             send", "stage recv" (payloads of pipelines in shared memory), "end of program".
-        group: Where; None for one of no group, or of more groups than a record has room for.
-        call: Which of the group's collectives it is or waits for, from 1; 0 for messages.
-        dtype: Name of the dtype, empty where there is none.
-        shape: The first four sizes; -1 where ranks may differ.
-        dims: How many sizes the shape has.
+        group: Group of the operation; None without a group, or if the record has no room for the group.
+        call: Number among the group's collectives, from 1, also of a wait for it; 0 for messages.
+        dtype: Name of the dtype, empty without one.
+        shape: The first four sizes; -1 for sizes that may differ between ranks.
+        dims: Number of dimensions.
         op: The reduction.
-        peer: Root, source or destination in the group; the dimension, of operations that have one.
-        tag: Of a message; -1 if there is none.
+        peer: Root, source or destination in the group; or the dimension, of operations that have one.
+        tag: Tag of a message, else -1.
         nbytes: Bytes of the rank's tensor.
-        entered: When it was called, in nanoseconds of the node's monotonic clock.
-        started: When it began, where it had been queued; 0 if it has not begun.
-        left: When it was over; None if it is not.
-        failed: Whether it raised.
+        entered: Time of the call, in nanoseconds of the node's monotonic clock.
+        started: Time at which a queued operation started; 0 before that.
+        left: Time of the end; None if unfinished.
+        failed: True if it raised.
         thread: `threading.get_ident()` of the thread that runs it, 0 while it is queued.
     """
 
@@ -164,8 +151,8 @@ class Operation:
         return f"{self.name}({', '.join(parts)})"
 
     @property
-    def which(self) -> str:
-        """The operation, with its number among the collectives of its group."""
+    def in_group(self) -> str:
+        """The operation as text, with its number among the collectives of its group."""
         return f"{self}, collective {self.call} of {self.group}" if self.call else str(self)
 
     @property
@@ -178,23 +165,23 @@ class Operation:
 
 
 class RankRecord:
-    """The record of one rank; what is asked is read at that moment.
+    """The record of one rank; attributes and methods read its present contents.
 
     Args:
-        path: Its file.
+        path: File of the record.
 
     Attributes:
-        path: The same.
-        identity: All that the rank has said of itself.
-        job: Name of its job.
-        rank: Its number in the job.
-        size: Ranks of the job.
-        host: Name of its node.
-        pid: Its process.
+        path: File of the record.
+        identity: Identity of the rank, as `files.publish_record` has written it.
+        job: Name of the job.
+        rank: World rank.
+        size: Number of ranks of the job.
+        host: Name of the node.
+        pid: Process number.
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is no record, or one of another version.
+        ValueError: The file is no record, or has the layout of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -204,13 +191,13 @@ class RankRecord:
             raise ValueError(f"{path} is no record yet")
         file = open_own(path)
         try:
-            self._memory = mmap.mmap(file, RECORD_BYTES, prot=mmap.PROT_READ)
+            memory = mmap.mmap(file, RECORD_BYTES, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._words = np.frombuffer(self._memory, np.int64)
-        self._groups = np.frombuffer(self._memory, _GROUP, GROUPS, GROUPS_AT)
-        self._entries = np.frombuffer(self._memory, _ENTRY, OPERATIONS, OPERATIONS_AT)
-        if self._words[Header.VERSION] != VERSION:
+        self._words = np.frombuffer(memory, np.int64)
+        self._groups = np.frombuffer(memory, GROUP_ENTRY, GROUPS, GROUPS_AT)
+        self._operations = np.frombuffer(memory, OPERATION_ENTRY, OPERATIONS, OPERATIONS_AT)
+        if self.word(Header.VERSION) != VERSION:
             raise ValueError(f"{path} is a record of another version of axonmpi")
         self.job: str = self.identity["job"]
         self.rank: int = self.identity["rank"]
@@ -218,35 +205,60 @@ class RankRecord:
         self.host: str = self.identity["host"]
         self.pid: int = self.identity["pid"]
 
+    def word(self, index: Header) -> int:
+        """Return a word of the header; local."""
+        return int(self._words[index])
+
     @property
     def phase(self) -> Phase:
-        """What the rank is about."""
-        return Phase(int(self._words[Header.PHASE]))
+        """Phase of the program."""
+        return Phase(self.word(Header.PHASE))
 
     @property
     def latest(self) -> int:
-        """The number of its latest operation: it grows with every call."""
-        return int(self._words[Header.LATEST])
-
-    @property
-    def stacks_by(self) -> int:
-        """The signal at which it writes its stacks down, see `stacks`; 0: it does not."""
-        return int(self._words[Header.STACKS_BY])
-
-    @property
-    def looked(self) -> int:
-        """How often its watchdog has looked."""
-        return int(self._words[Header.LOOKED])
+        """Number of the latest operation."""
+        return self.word(Header.LATEST)
 
     @property
     def thread(self) -> int:
-        """The thread in whose operations the program waits: the main thread until that has ended."""
-        return int(self._words[Header.THREAD])
+        """Id of the thread by which the rank is judged: the main thread, until it has ended."""
+        return self.word(Header.THREAD)
+
+    # ---- process ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _is_visible(self) -> bool:
+        """Whether the rank's process number is of this process's namespace."""
+        return bool(self.identity["namespace"] == namespace() and self.identity["namespace"])
+
+    def condition(self) -> Condition:
+        """Return the state of the rank's process; local."""
+        if not self._is_visible:
+            return Condition.UNKNOWN
+        process = living_process(self.pid, self.identity["started"])
+        if process is None:
+            return Condition.GONE
+        if process.state == "t" or traced_by(self.pid):
+            return Condition.TRACED
+        return Condition.STOPPED if process.state == "T" else Condition.LIVES
+
+    def has_left(self) -> bool:
+        """Return True if the process has ended before the end of its program; local."""
+        if self.phase is Phase.ENDING or not self._is_visible:
+            return False
+        return living_process(self.pid, self.identity["started"]) is None
+
+    # ---- groups -----------------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[Group]:
-        """The groups that it is in, the oldest first."""
+        """The open groups of the rank, oldest first."""
         return [group for group in map(self._group, range(GROUPS)) if group is not None and not group.is_closed]
+
+    def group(self, key: int) -> Group | None:
+        """Return a group of the rank, open or closed; None if the record does not have it; local."""
+        slots = np.flatnonzero(self._groups["key"] == key)
+        return self._group(int(slots[0])) if len(slots) else None
 
     def _group(self, slot: int) -> Group | None:
         if slot < 0:
@@ -254,52 +266,25 @@ class RankRecord:
         key, count, rank, size, first, step, gives_up, closed = self._groups[slot].tolist()
         return Group(key, count, rank, size, first, step, bool(gives_up), bool(closed)) if key else None
 
-    def group(self, key: int) -> Group | None:
-        """Return a group that it is in, or was in as far as the record goes back."""
-        slots = np.flatnonzero(self._groups["key"] == key)
-        return self._group(int(slots[0])) if len(slots) else None
-
-    @cached_property
-    def _can_be_seen(self) -> bool:
-        """Whether its process number is one of this process's namespace."""
-        return bool(self.identity["namespace"] == namespace() and self.identity["namespace"])
-
-    def condition(self) -> Condition:
-        """Return what the system says of its process."""
-        if not self._can_be_seen:
-            return Condition.UNKNOWN
-        found = process(self.pid)
-        if found is None or found.started != self.identity["started"] or found.has_ended:
-            return Condition.GONE
-        if found.state == "t" or traced_by(self.pid):
-            return Condition.TRACED
-        return Condition.STOPPED if found.is_stopped else Condition.LIVES
-
-    def has_left(self) -> bool:
-        """Say whether its process has ended before its program had come to its end."""
-        if self.phase is Phase.ENDING or not self._can_be_seen:
-            return False
-        found = process(self.pid)
-        return found is None or found.has_ended
-
     # ---- operations -------------------------------------------------------------------------------------------
 
     def operations(self) -> list[Operation]:
-        """Return the latest 2,048, the oldest first, but for such as are being written."""
-        return self._read(self._entries.copy())
+        """Return the latest 2,048 operations, oldest first; local."""
+        return self._read(self._operations.copy())
 
     def unfinished(self) -> list[Operation]:
-        """Return the operations that are not over, of all threads, the oldest first."""
-        return self._read(self._entries[np.flatnonzero(self._entries["left"] < 0)])
+        """Return the unfinished operations of all threads, oldest first; local."""
+        return self._read(self._operations[np.flatnonzero(self._operations["left"] < 0)])
 
     def current(self) -> Operation | None:
-        """Return the innermost operation that its `thread` is in; None if that is outside of all."""
+        """Return the innermost operation of the thread by which the rank is judged; None outside; local."""
         thread = self.thread
         return next((each for each in reversed(self.unfinished()) if each.thread == thread), None)
 
     def _read(self, entries: NDArray[np.void]) -> list[Operation]:
-        whole = (entries["number"] == entries["again"]) & (entries["number"] > 0)
-        entries = entries[whole]
+        """Return the operations of entries, in order, without entries that are being written."""
+        is_complete = (entries["number"] == entries["again"]) & (entries["number"] > 0)
+        entries = entries[is_complete]
         return [self._operation(entry) for entry in entries[np.argsort(entries["number"])]]
 
     def _operation(self, entry: np.void) -> Operation:
@@ -324,16 +309,16 @@ class RankRecord:
         )
 
 
-# ---- finding records ----------------------------------------------------------------------------------------------
+# ---- jobs -------------------------------------------------------------------------------------------------------
 
 
 def _records() -> Iterator[RankRecord]:
-    """All records of this user on this node."""
+    """Yield all records of this user on this node."""
     for path in record_files():
         if not path.suffix:
             try:
                 yield RankRecord(path)
-            except (OSError, ValueError):  # it is being made, or has just been removed
+            except (OSError, ValueError):  # being made, or just removed
                 continue
 
 
@@ -346,23 +331,17 @@ def job_names() -> list[str]:
 
 
 def records_of(job: str) -> list[RankRecord]:
-    """Return the records of a job's ranks on this node, in rank order; empty if there is no such job; local."""
+    """Return the records of a job's ranks on this node, in rank order; empty without such a job; local."""
     return sorted((record for record in _records() if record.job == job), key=lambda record: record.rank)
 
 
 def describe_process(pid: int) -> str:
-    """Say what a process of this node is doing, or did when it ended; empty if it has no record; local."""
+    """Describe the present or last operation of a process of this node; empty if it has no record; local."""
     record = next((record for record in _records() if record.pid == pid), None)
     if record is None:
         return ""
     operation = record.current()
-    place = f"in {operation}" if operation is not None else "outside of all operations"
+    where = f"in {operation}" if operation is not None else "outside of all operations"
     phase = "" if record.phase in (Phase.OTHER, Phase.ENDING) else f" of its {record.phase.name.lower()} phase"
     ending = ", at the end of its program" if record.phase is Phase.ENDING else ""
-    return f"rank {record.rank} of the job, on {record.host}, {place}{phase}{ending}"
-
-
-def page_of_process(pid: int) -> RankRecord | None:
-    """Return the record of a process that lives; None if it is no rank; local."""
-    alive = (record for record in _records() if record.pid == pid and record.condition() is not Condition.GONE)
-    return next(alive, None)
+    return f"rank {record.rank} of the job, on {record.host}, {where}{phase}{ending}"

@@ -1,4 +1,4 @@
-"""Checks of arguments that every layer has: flags, members of an enum, seconds."""
+"""Argument checks of every layer: flags, integers, members of an enum, seconds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def either_name(one: str, another: str) -> Callable[[Callable[P, R]], Callable[P
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         parameters = list(inspect.signature(function).parameters)
         own, other = (one, another) if one in parameters else (another, one)
-        place = parameters.index(own)
+        index = parameters.index(own)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if other in kwargs:
-                if own in kwargs or len(args) > place:
+                if own in kwargs or len(args) > index:
                     raise given_twice(own, other)
                 kwargs[own] = kwargs.pop(other)
             return function(*args, **kwargs)
@@ -44,7 +44,7 @@ def either_name(one: str, another: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def given_twice(own: str, other: str) -> TypeError:
-    """Return the error of an argument that came under both of its names; local."""
+    """Return the error for an argument that a caller gave under both of its names; local."""
     return TypeError(f"{own}: expected it once, got it also as {other}=, which means the same")
 
 
@@ -65,7 +65,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_functions(**functions: object) -> None:
-    """Raise unless each argument is a function or None; a class is none; local.
+    """Raise unless each argument is a function or None, and no class; local.
 
     Raises:
         TypeError: Naming the argument.
@@ -85,11 +85,11 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
     Args:
         name: The argument's name, for the message.
         value: The number.
-        minimum: The least that it may be.
+        minimum: The smallest valid number.
 
     Raises:
         TypeError: It is no integer.
-        ValueError: It is less.
+        ValueError: It is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name}: expected an integer, got {value!r}{hint(value)}")
@@ -115,7 +115,7 @@ def number(name: str, value: object) -> float:
 
 
 def hint(value: object) -> str:
-    """Return what to do about a group or world in place of another argument, empty for other values; local."""
+    """Return advice for a group or world in place of another argument, empty for other values; local."""
     kind = type(value).__name__  # groups and worlds are classes of a higher layer
     if kind == "ProcessGroup":
         return "; name the group, as group="
@@ -125,12 +125,12 @@ def hint(value: object) -> str:
 
 
 def member(name: str, kind: type[E], value: object) -> E:
-    """Return a member of an enum, given it or its name in letters of either case; local.
+    """Return a member of an enum, from itself or from its name in any case; local.
 
     Args:
         name: The argument's name, for the message.
         kind: The enum, a public one of axonmpi.
-        value: The member, its name, or its value where that is a string.
+        value: The member, its name, or its value if that is a string.
 
     Raises:
         TypeError: `value` is neither.
@@ -165,7 +165,7 @@ def seconds(name: str, value: Seconds | None, *, positive: bool = True) -> float
     Args:
         name: The argument's name, for the message.
         value: The time.
-        positive: Whether it has to be longer than nothing.
+        positive: Refuse 0 and negative times.
 
     Raises:
         ValueError: It is no time, or not positive.

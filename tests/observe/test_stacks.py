@@ -86,7 +86,7 @@ def test_an_answer_that_is_written_in_parts_is_awaited(tmp_path: Path, monkeypat
     monkeypatch.setattr(stacks, "_ask", write)
     monkeypatch.setattr(Backoff, "rest", write)
     monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.0)  # the caller's limit holds, whatever the usual one is
-    record = Mock(rank=3, path=tmp_path / "record", stacks_by=0)
+    record = Mock(rank=3, path=tmp_path / "record", **{"word.return_value": 0})
     assert stacks_of([record], limit=limit(20)) == {3: "File one\nFile two"}
 
 
@@ -96,9 +96,11 @@ def test_the_thread_that_starts_the_watchdog_is_shown_and_the_watchdog_is_not(tm
         f'Thread 0x{number} (most recent call first):\n  File "/axonmpi/observe/watchdog.py", line 9 in {name}\n'
         for number, name in enumerate(("_watch", "watch"))
     )
-    record = Mock(rank=3, path=tmp_path / "record", stacks_by=0)
+    record = Mock(rank=3, path=tmp_path / "record", **{"word.return_value": 0})
     (tmp_path / "record.stacks").write_text("before")
-    own = SimpleNamespace(answer=lambda: (tmp_path / "record.stacks").write_text(f"before{watching}\n{starting}\0"))
+    own = SimpleNamespace(
+        write_stacks=lambda: (tmp_path / "record.stacks").write_text(f"before{watching}\n{starting}\0")
+    )
     record.pid = os.getpid()
     assert stacks_of([record], own=own, limit=limit(20)) == {3: starting.strip()}
 

@@ -8,8 +8,8 @@ import pytest
 from axonmpi import comm
 from axonmpi.observe.wait_graph import site_in, wait_graph_of
 from axonmpi.observe.waits import RankState
+from axonmpi.record.layout import Phase
 from axonmpi.record.reader import Condition, Group, Operation
-from axonmpi.record.writer import Phase
 
 WORLD, OTHER = 7, 8
 

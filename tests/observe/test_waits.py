@@ -10,7 +10,7 @@ from helpers.limits import limit
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, cause_of, records_of, states_of, stuck_ranks, table_of
 from axonmpi.record import files
-from axonmpi.record.writer import GROUPS, Phase, describe
+from axonmpi.record.layout import GROUPS, Phase, describe
 from axonmpi.utils.waiting import Backoff, wait_until
 
 WORLD, PAIR, SPREAD = 1, 2, 3

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi.record import own_record
-from axonmpi.record.writer import Header, Phase
+from axonmpi.record.layout import Header, Phase
 
 phases: list[Phase] = []
 

@@ -12,7 +12,7 @@ import axonmpi as ax
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, RankRecord, job_names, records_of, stacks_of
 from axonmpi.record import files
-from axonmpi.record.writer import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
+from axonmpi.record.layout import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
 from axonmpi.utils.own_files import open_own
 
 # Python 3.12 and later: the child only runs Python
@@ -138,16 +138,16 @@ def test_a_folder_that_is_not_safe_is_not_used_and_another_one_is(folder, obstru
     if obstruct is obstruct_as_stranger and os.geteuid():
         pytest.skip("only root can give a folder away")
     obstruct(folder)
-    files = sorted(folder.parent.rglob("*"))
+    planted = sorted(folder.parent.rglob("*"))
     files.remove_stale_records()
-    assert sorted(folder.parent.rglob("*")) == files
+    assert sorted(folder.parent.rglob("*")) == planted
     own = published().path.parent
     assert (own.name.startswith(f"{folder.name}-"), own.stat().st_mode & 0o777) == (True, 0o700)
     assert files.make_folder() != folder
     assert [record.path.parent for record in records_of("job")] == [own]
     files.remove_stale_records()
     files.remove_own_record()
-    assert (list(own.iterdir()), set(files) - set(folder.parent.rglob("*"))) == ([], set())
+    assert (list(own.iterdir()), set(planted) - set(folder.parent.rglob("*"))) == ([], set())
 
 
 def test_files_that_are_none_of_the_library_stay(folder) -> None:

@@ -205,5 +205,4 @@ class NodeBarrier:
 
 
 def _is_alive(number: int) -> bool:
-    found = process(number)
-    return found is not None and not found.has_ended
+    return process(number) is not None
