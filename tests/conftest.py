@@ -17,7 +17,7 @@ import axonmpi as ax
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
 from axonmpi.launch.cpu import CoreShare, usable_cores
-from axonmpi.launch.variables import launched_ranks
+from axonmpi.launch.launcher_variables import launched_ranks
 from axonmpi.testing.plugin.markers import marked_rank_count
 
 pytest_plugins = ["pytester"]

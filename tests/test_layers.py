@@ -16,6 +16,7 @@ import axonmpi
 ORDER = (
     ("utils",),
     ("errors", "types"),
+    ("record",),
     ("launch",),
     ("observe",),
     ("backends",),
@@ -176,7 +177,11 @@ ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unse
 
 def test_environment_variables_are_read_in_three_files() -> None:
     # of launchers, of users, and what cannot import the first two
-    assert modules_with(_is_of_the_environment) == {"launch.variables", "launch.settings", "interop.autoload"}
+    assert modules_with(_is_of_the_environment) == {
+        "launch.launcher_variables",
+        "launch.user_variables",
+        "interop.autoload",
+    }
 
 
 def modules_with(is_one: Callable[[ast.AST], bool]) -> set[str]:

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from ..errors import CollectiveMismatchError
-from ..launch.page import describe
+from ..record import describe
 from ..types import ReduceOp
 from ..utils.text import MAX_LISTED, lines_of_ranks, listed, ranks_by_text
 from .ranks import Parts

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from ..launch.settings import debugs
+from ..launch.user_variables import debugs
 from .call import Call
 
 _PACKAGE = __name__.partition(".")[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AxonmpiError, CommunicatorError
-from ..launch.page import GroupLog, NoLog, describe
+from ..record import GroupLog, NoLog, describe
 from ..types import Seconds
 from ..utils.arguments import check_flags, seconds
 from ..utils.cache import BoundedCache

@@ -22,8 +22,7 @@ from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..launch.board import phase
-from ..launch.page import Phase
+from ..record import Phase, phase
 from ..utils.arguments import check_flags
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec

@@ -24,8 +24,8 @@ import torch
 
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group
-from ..launch.settings import stop_signal
-from ..launch.variables import job_end_time
+from ..launch.launcher_variables import job_end_time
+from ..launch.user_variables import stop_signal
 from ..types import ReduceOp, Seconds
 from ..utils.arguments import seconds
 

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..launch.board import phase
-from ..launch.page import Phase
+from ..record import Phase, phase
 from ..types import Work
 from ..utils.arguments import check_flags, integer
 from ..wrapping.optimizer_hooks import parameters_of

@@ -24,8 +24,8 @@ from importlib import metadata
 from types import TracebackType
 
 from ..errors import LaunchError
-from ..launch.exit import let_first_speak
-from ..launch.variables import is_first_launched
+from ..launch.exit import wait_for_first_report
+from ..launch.launcher_variables import is_first_launched
 
 __all__ = ["main"]
 
@@ -112,7 +112,7 @@ def refuse(program: str, message: str) -> int:
         sys.stderr.write(f"{program}: error: {message}\n")
         sys.stderr.flush()
     else:
-        let_first_speak()
+        wait_for_first_report()
     return BAD_USAGE
 
 
@@ -133,7 +133,7 @@ def said_once() -> Iterator[None]:
             yield
     except SystemExit as end:
         if end.code:
-            let_first_speak()
+            wait_for_first_report()
         raise
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..launch.variables import is_first_launched
+from ..launch.launcher_variables import is_first_launched
 from ..pipeline import Costs, PipelineSchedule, Schedule, Timeline, make_schedule, simulate
 from ..pipeline.schedule.chart import describe, draw_chart, text_chart, text_scale
 from ..pipeline.schedule.simulator import measured_costs

@@ -28,7 +28,7 @@ from ..checkpoint.tools import (
 )
 from ..comm import destroy_process_group, init_process_group
 from ..errors import CheckpointError
-from ..launch.variables import is_first_launched, launched_ranks
+from ..launch.launcher_variables import is_first_launched, launched_ranks
 from ..train.report.terminal import terminal_width
 from ..utils.text import counted, printable
 from . import parse_arguments, print_on_first_rank, refuse

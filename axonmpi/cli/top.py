@@ -15,11 +15,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from ..launch.page import Phase
-from ..observe.board import Condition, RankPage
-from ..observe.diagnosis import diagnose, seconds_in
 from ..observe.jobs import find_job
-from ..observe.judgement import Standing, look_at
+from ..observe.wait_graph import seconds_in, wait_graph_of
+from ..observe.waits import RankState, states_of
+from ..record import Phase
+from ..record.reader import Condition, RankRecord
 from . import parse_arguments, refuse
 
 LONG_SECONDS = 5.0
@@ -38,24 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--once", action="store_true", help="look once and end")
     options = parse_arguments(parser, argv)
     try:
-        pages = find_job(options.job)
+        records = find_job(options.job)
     except LookupError as error:
         return refuse("axonmpi top", str(error))
     console = Console()
     if options.once:
-        console.print(screen(pages, look_at(pages), {}))
+        console.print(screen(records, states_of(records), {}))
         return 0
     with Live(console=console, auto_refresh=False) as live:
         rates: dict[int, float] = {}
-        before = look_at(pages)
-        while any(page.condition() is not Condition.GONE for page in pages):
-            live.update(screen(pages, before, rates), refresh=True)
+        before = states_of(records)
+        while any(record.condition() is not Condition.GONE for record in records):
+            live.update(screen(records, before, rates), refresh=True)
             begun = time.monotonic()
             time.sleep(options.interval)
-            now = look_at(pages)
+            now = states_of(records)
             rates = _rates(before, now, time.monotonic() - begun)
             before = now
-        live.update(screen(pages, before, rates), refresh=True)
+        live.update(screen(records, before, rates), refresh=True)
     return 0
 
 
@@ -70,31 +70,31 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
-def _rates(before: Mapping[int, Standing], now: Mapping[int, Standing], seconds: float) -> dict[int, float]:
+def _rates(before: Mapping[int, RankState], now: Mapping[int, RankState], seconds: float) -> dict[int, float]:
     """Return how many operations a second each rank has begun between two looks."""
-    return {rank: (standing.latest - before[rank].latest) / seconds for rank, standing in now.items()}
+    return {rank: (state.latest - before[rank].latest) / seconds for rank, state in now.items()}
 
 
-def screen(pages: Sequence[RankPage], standings: Mapping[int, Standing], rates: Mapping[int, float]) -> Group:
+def screen(records: Sequence[RankRecord], states: Mapping[int, RankState], rates: Mapping[int, float]) -> Group:
     """Return what is shown of one look; local.
 
     Args:
-        pages: Of the ranks of the job.
-        standings: Where they are.
+        records: Of the ranks of the job.
+        states: Where they are.
         rates: Operations a second of each rank, where they are known.
     """
-    table = Table(title=f"job {pages[0].job}: {pages[0].identity['program']}", title_justify="left", box=None)
+    table = Table(title=f"job {records[0].job}: {records[0].identity['program']}", title_justify="left", box=None)
     for name in ("rank", "node", "process", "operation", "for", "calls/s", "phase"):
         table.add_column(name, justify="right" if name in ("rank", "for", "calls/s") else "left")
-    found = diagnose(standings, pages[0].size)
-    seconds = {rank: seconds_in(standing) for rank, standing in standings.items()}
-    for rank, standing in standings.items():
+    found = wait_graph_of(states, records[0].size)
+    seconds = {rank: seconds_in(state) for rank, state in states.items()}
+    for rank, state in states.items():
         is_slow = rank in found.behind and seconds[rank] > LONG_SECONDS
-        style = "red" if standing.condition is not Condition.LIVES else "yellow" if is_slow else ""
+        style = "red" if state.condition is not Condition.LIVES else "yellow" if is_slow else ""
         rate = f"{rates[rank]:,.0f}" if rank in rates else ""
-        place = "outside of collectives" if standing.operation is None else str(standing.operation)
-        phase = "" if standing.phase is Phase.OTHER else standing.phase.name.lower()
-        cells = (standing.page.host, standing.condition.value, place, f"{seconds[rank]:.1f} s", rate, phase)
+        place = "outside of collectives" if state.operation is None else str(state.operation)
+        phase = "" if state.phase is Phase.OTHER else state.phase.name.lower()
+        cells = (state.record.host, state.condition.value, place, f"{seconds[rank]:.1f} s", rate, phase)
         table.add_row(str(rank), *cells, style=style)
     is_long = any(seconds[rank] > LONG_SECONDS for rank in found.waits)
     return Group(table, *(found.sentences if is_long else []))

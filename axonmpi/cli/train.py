@@ -17,8 +17,8 @@ from ..comm import destroy_process_group, init_process_group
 from ..errors import CheckpointError, NcclError
 from ..groups.world import World
 from ..launch.exit import REQUEUE_EXIT_CODE
-from ..launch.settings import widen_terminal
-from ..launch.variables import detect_launchers
+from ..launch.launcher_variables import detect_launchers
+from ..launch.user_variables import widen_terminal
 from ..train.config import Config
 from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus

@@ -4,7 +4,7 @@
     axonmpi why 3fa2c1d0          a job by its name
     axonmpi why 41237             a job by the process of a rank, or of its mpirun
 
-It reads the pages of the ranks, twice, and asks the ranks for their stacks. It needs neither MPI nor an
+It reads the records of the ranks, twice, and asks the ranks for their stacks. It needs neither MPI nor an
 answer of the ranks. A node knows its own ranks; those of others where all nodes write to one folder.
 """
 
@@ -21,18 +21,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..observe.board import Condition, RankPage
-from ..observe.diagnosis import Diagnosis, diagnose, seconds_in, site_in
 from ..observe.flight_recorder import dump
 from ..observe.jobs import find_job
-from ..observe.judgement import Standing, look_at
-from ..observe.nodes import read_others, tell_others
+from ..observe.shared_folder import read_states, write_states
 from ..observe.stacks import stacks_of
+from ..observe.wait_graph import WaitGraph, seconds_in, site_in, wait_graph_of
+from ..observe.waits import RankState, states_of
+from ..record.reader import Condition, RankRecord
 from ..utils.text import counted, name_ranks, ranks_by_text
 from . import BAD_USAGE, parse_arguments, refuse
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the pages: what a rank does not do in that time, it may not do at all."""
+"""Between two looks at the records: what a rank does not do in that time, it may not do at all."""
 SPY_SECONDS = 10.0
 _PROGRAM = "axonmpi why"
 
@@ -44,7 +44,7 @@ class Report:
     Attributes:
         job: Its name.
         program: Its command line.
-        diagnosis: Who waits for whom.
+        graph: Who waits for whom.
         going_on: Ranks that have begun an operation between the two looks.
         stacks: Of the ranks that have to be looked at.
         asked: How the job was named.
@@ -52,7 +52,7 @@ class Report:
 
     job: str
     program: str
-    diagnosis: Diagnosis
+    graph: WaitGraph
     going_on: tuple[int, ...]
     stacks: Mapping[int, str]
     asked: str = ""
@@ -60,7 +60,7 @@ class Report:
     @property
     def hangs(self) -> bool:
         """Whether ranks wait for others, and none of those that are known has gone on."""
-        return bool(self.diagnosis.behind) and not self.going_on
+        return bool(self.graph.behind) and not self.going_on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_arguments(_parser(), argv)
     try:
-        pages = find_job(options.job)
+        records = find_job(options.job)
     except LookupError as error:
         return refuse(_PROGRAM, str(error))
     if options.dump is not None:
-        files = dump(pages, options.dump)
+        files = dump(records, options.dump)
         print(f"{counted(len(files), 'file')} in {options.dump}; analyse with: torchfrtrace {options.dump}")
         return 0
-    report = replace(examine(pages, stacks=options.stacks, folder=options.run_folder), asked=options.job)
+    report = replace(examine(records, stacks=options.stacks, folder=options.run_folder), asked=options.job)
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
     return int(report.hangs)
 
@@ -104,36 +104,36 @@ def _parser() -> argparse.ArgumentParser:
 # ---- looking ----------------------------------------------------------------------------------------------------
 
 
-def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | None = None) -> Report:
+def examine(records: Sequence[RankRecord], *, stacks: bool = True, folder: Path | None = None) -> Report:
     """Look at a job twice, and find out what its ranks wait for; local.
 
     Args:
-        pages: Of its ranks on this node.
+        records: Of its ranks on this node.
         stacks: Whether to ask ranks for their stacks.
         folder: Where the nodes tell each other, if anywhere.
     """
-    before = {page.rank: page.latest for page in pages}
+    before = {record.rank: record.latest for record in records}
     time.sleep(LOOK_SECONDS)
-    standings = look_at(pages)
-    going_on = {rank for rank, standing in standings.items() if standing.latest != before[rank]}
-    written = stacks_of(pages) if stacks else {}
-    sites = {page.rank: site_in(written.get(page.rank, ""), page.thread) for page in pages}
+    states = states_of(records)
+    going_on = {rank for rank, state in states.items() if state.latest != before[rank]}
+    written = stacks_of(records) if stacks else {}
+    sites = {record.rank: site_in(written.get(record.rank, ""), record.thread) for record in records}
     if folder is not None:
-        tell_others(folder, standings, going_on)
-        others, also_going_on = read_others(folder, pages[0])
-        standings, going_on = {**others, **standings}, going_on | also_going_on
-    diagnosis = diagnose(standings, pages[0].size, sites)
-    shown = {page.rank: _stack(page, written) for page in pages if page.rank in diagnosis.behind and stacks}
-    return Report(pages[0].job, pages[0].identity["program"], diagnosis, tuple(sorted(going_on)), shown)
+        write_states(folder, states, going_on)
+        others, also_going_on = read_states(folder, records[0])
+        states, going_on = {**others, **states}, going_on | also_going_on
+    graph = wait_graph_of(states, records[0].size, sites)
+    shown = {record.rank: _stack(record, written) for record in records if record.rank in graph.behind and stacks}
+    return Report(records[0].job, records[0].identity["program"], graph, tuple(sorted(going_on)), shown)
 
 
-def _stack(page: RankPage, written: Mapping[int, str]) -> str:
+def _stack(record: RankRecord, written: Mapping[int, str]) -> str:
     """Return a rank's stack, by py-spy where the rank does not answer and py-spy is there."""
-    text = written[page.rank]
+    text = written[record.rank]
     spy = shutil.which("py-spy") if text.startswith("(no stack") else None
     if spy is None:
         return text.strip()
-    command = [spy, "dump", "--nonblocking", "--pid", str(page.pid)]
+    command = [spy, "dump", "--nonblocking", "--pid", str(record.pid)]
     try:
         spied = subprocess.run(command, capture_output=True, text=True, timeout=SPY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -146,9 +146,9 @@ def _stack(page: RankPage, written: Mapping[int, str]) -> str:
 
 def as_text(report: Report) -> str:
     """Return the report for people."""
-    found = report.diagnosis
+    found = report.graph
     lines = [f"job {report.job}: {report.program}", f"{counted(found.size, 'rank')}, {_nodes(found)}", ""]
-    processes = {standing.page.pid: rank for rank, standing in found.standings.items()}
+    processes = {state.record.pid: rank for rank, state in found.states.items()}
     if report.asked.isdecimal() and int(report.asked) in processes:
         lines.insert(2, f"process {report.asked} is rank {processes[int(report.asked)]}")
     lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in found.classes]
@@ -156,7 +156,7 @@ def as_text(report: Report) -> str:
     if report.going_on:
         lines.append(f"The job goes on: {name_ranks(report.going_on)} began operations within {LOOK_SECONDS:g} s.")
     lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in found.sentences]
-    if all(standing.condition is Condition.GONE for standing in found.standings.values()):
+    if all(state.condition is Condition.GONE for state in found.states.values()):
         lines.append("The job has ended: this is where its ranks were.")
     elif not report.going_on and not found.behind:
         lines.append("No rank waits for another one that is known here.")
@@ -175,16 +175,16 @@ def _without_idents(stack: str) -> str:
     return re.sub(r"hread 0x[0-9a-f]+", "hread", stack)
 
 
-def _nodes(found: Diagnosis) -> str:
+def _nodes(found: WaitGraph) -> str:
     hosts: dict[str, list[int]] = {}
-    for rank, standing in found.standings.items():
-        hosts.setdefault(standing.page.host, []).append(rank)
+    for rank, state in found.states.items():
+        hosts.setdefault(state.record.host, []).append(rank)
     return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Return the report for programs."""
-    found = report.diagnosis
+    found = report.graph
     return {
         "job": report.job,
         "program": report.program,
@@ -198,18 +198,18 @@ def as_json(report: Report) -> dict[str, Any]:
         "unknown": found.unknown,
         "sentences": found.sentences,
         "stacks": report.stacks,
-        "ranks": [_of_rank(standing) for standing in found.standings.values()],
+        "ranks": [_of_rank(state) for state in found.states.values()],
     }
 
 
-def _of_rank(standing: Standing) -> dict[str, Any]:
+def _of_rank(state: RankState) -> dict[str, Any]:
     return {
-        "rank": standing.page.rank,
-        "node": standing.page.host,
-        "pid": standing.page.pid,
-        "process": standing.condition.value,
-        "phase": standing.phase.name.lower(),
-        "operation": None if standing.operation is None else str(standing.operation),
-        "seconds": round(seconds_in(standing), 3),
-        "operations": standing.latest,
+        "rank": state.record.rank,
+        "node": state.record.host,
+        "pid": state.record.pid,
+        "process": state.condition.value,
+        "phase": state.phase.name.lower(),
+        "operation": None if state.operation is None else str(state.operation),
+        "seconds": round(seconds_in(state), 3),
+        "operations": state.latest,
     }

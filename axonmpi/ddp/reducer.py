@@ -29,8 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..across_ranks.sharded_parameters import Axis, axes_of, mark_replicated
 from ..errors import RankFailedError, UnusedParameterError
 from ..groups.process_group import ProcessGroup
-from ..launch.board import enter_phase
-from ..launch.page import Phase
+from ..record import Phase, enter_phase
 from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile

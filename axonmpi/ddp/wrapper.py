@@ -19,8 +19,7 @@ from ..backends import broadcast_coalesced
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
-from ..launch.board import enter_phase
-from ..launch.page import Phase
+from ..record import Phase, enter_phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, member, number
 from ..utils.torch_internals import in_backward, outside_compile

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.board import enter_phase
-from ..launch.page import Phase
+from ..record import Phase, enter_phase
 from ..utils.torch_internals import (
     after_backward,
     in_backward,

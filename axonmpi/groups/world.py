@@ -28,8 +28,8 @@ from ..backends import (
 )
 from ..errors import CommunicatorError
 from ..launch import start as runtime
-from ..launch.settings import waiting_limit
 from ..launch.topology import Topology
+from ..launch.user_variables import waiting_limit
 from ..observe import watch
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ..launch.variables import set_variables
+from ..launch.launcher_variables import set_variables
 from .autoload import NAME, register
 from .environment import launch_env
 

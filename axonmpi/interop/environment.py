@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import socket
 
+from ..launch.launcher_variables import set_variables
 from ..launch.start import Started, start_world
-from ..launch.variables import set_variables
 
 _LOOPBACK = "127.0.0.1"
 

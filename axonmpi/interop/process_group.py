@@ -35,7 +35,7 @@ from torch.futures import Future
 from ..backends import AtOnce, Backend, Worker
 from ..errors import CommunicatorError
 from ..launch import exit as exits
-from ..observe import still_under_way
+from ..observe import unfinished_operation
 from ..types import CompletedWork, Work
 from ..utils.torch_internals import skip_in_compile
 from . import torch_collectives as collectives
@@ -54,7 +54,7 @@ _live: weakref.WeakSet[TorchProcessGroup] = weakref.WeakSet()
 def _end_threads() -> None:
     for group in list(_live):
         if not group.end_thread(4.0):
-            text = still_under_way() or "an asynchronous operation was still under way when the program ended"
+            text = unfinished_operation() or "an asynchronous operation was still under way when the program ended"
             raise CommunicatorError(text)
 
 

@@ -1,10 +1,10 @@
-"""Does the launcher agree with MPI, and what to type if it does not?
+"""Comparison of the launcher's variables with MPI's world, and advice if they disagree.
 
-MPI is right: where a launcher counts four ranks and MPI one, the wrong `mpirun` was used and every process would
-train alone.
+MPI is right: if a launcher counts four ranks and MPI one, the wrong `mpirun` was used and every process would train
+alone.
 
     mpirun / srun / torchrun ──variables──> detect_launchers ─┐
-    mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead
+    mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or a message
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.text import counted
-from .variables import Launcher, detect_launchers, number_in
+from .launcher_variables import Launcher, detect_launchers, number_in
 
 LEAST_ROOM = 2 << 20
 """Bytes of /dev/shm a rank without which MPICH dies of a bus error when it starts: with 1 MiB a rank it did."""
@@ -28,8 +28,8 @@ class MpiLibrary:
     Attributes:
         vendor: `"MPICH"`, `"Open MPI"`, `"Intel MPI"`, ... as mpi4py names it.
         version: For instance `"5.0.11"`.
-        path: The shared library's file, `None` where the system does not tell.
-        mpirun: The launcher installed with it, `None` where it was not found.
+        path: File of the shared library; None if unknown.
+        mpirun: The launcher installed with the library; None if there is none.
     """
 
     vendor: str
@@ -39,36 +39,36 @@ class MpiLibrary:
 
 
 def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, library: MpiLibrary) -> str | None:
-    """Compare what the launchers say with what MPI says; local.
+    """Compare the launchers' variables with MPI's world; local.
 
     Args:
-        launchers: What `detect_launchers` found.
+        launchers: Result of `detect_launchers`.
         mpi_rank: This process's number in MPI's world.
         mpi_size: Number of ranks in MPI's world.
         library: The MPI library loaded.
 
     Returns:
-        `None` if they agree, else a message: what was seen, which library is loaded, and what to type.
+        None if they agree, else a message with the variables, the loaded library, and the command to type.
     """
     for launcher in launchers:
         if _disagrees(launcher, mpi_rank, mpi_size):
             return (
-                f"the launcher and MPI disagree: by the variables of {launcher.name} this is {_place(launcher)}, "
+                f"the launcher and MPI disagree: by the variables of {launcher.name} this is {_rank_of(launcher)}, "
                 f"by MPI it is rank {mpi_rank} of {mpi_size}.\n{_evidence(launcher, mpi_size, library)}"
             )
     return None
 
 
 def check_protocol(env: Mapping[str, str] | None, library: MpiLibrary, description: str) -> str | None:
-    """Say why the library could not even start under the launcher, where it would end the process; local.
+    """Return the reason if the MPI library would end this process when it starts under the launcher; local.
 
     Args:
         env: Environment variables, `None` for this process's own.
         library: The MPI library loaded.
-        description: What the library says of itself, its build options included.
+        description: The library's version text, with its build options.
 
     Returns:
-        `None` if nothing is known against it, else a message as `check_launch` gives it.
+        None if no reason is known, else a message as that of `check_launch`.
     """
     if library.vendor != "MPICH" or "pmix" in description.lower() or number_in(env, "PMIX_RANK") is None:
         return None
@@ -77,18 +77,18 @@ def check_protocol(env: Mapping[str, str] | None, library: MpiLibrary, descripti
     if launcher is None:
         return None
     return (
-        f"by the variables of {launcher.name} this is {_place(launcher)}, but that launcher speaks PMIx, "
+        f"by the variables of {launcher.name} this is {_rank_of(launcher)}, but that launcher speaks PMIx, "
         f"which this {library.vendor} was built without.\n{_evidence(launcher, 1, library)}"
     )
 
 
 def check_room(library: MpiLibrary, folder: Path, ranks: int) -> str | None:
-    """Say why the library would crash when it starts: MPICH's ranks of a node share memory in /dev/shm; local.
+    """Return the reason if MPICH would crash when it starts, for lack of room in /dev/shm; else None; local.
 
     Args:
         library: The MPI library loaded.
         folder: /dev/shm.
-        ranks: How many ranks the node has.
+        ranks: Number of ranks of the node.
     """
     if library.vendor != "MPICH":
         return None
@@ -119,7 +119,7 @@ def _disagrees(launcher: Launcher, mpi_rank: int, mpi_size: int) -> bool:
     return launcher.rank != mpi_rank
 
 
-def _place(launcher: Launcher) -> str:
+def _rank_of(launcher: Launcher) -> str:
     rank = "a process" if launcher.rank is None else f"rank {launcher.rank}"
     return rank if launcher.size is None else f"{rank} of {launcher.size}"
 
@@ -134,7 +134,7 @@ def _evidence(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
 
 
 def _advice(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
-    """Say what to type instead."""
+    """Return the command to type instead."""
     ranks = launcher.size or "N"
     by_mpirun = f"{library.mpirun or f'the mpirun that belongs to {library.vendor}'} -n {ranks} python SCRIPT"
     leftover = "unset " + " ".join(name for name, _ in launcher.variables)

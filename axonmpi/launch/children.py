@@ -6,8 +6,8 @@ that rank again, and would hang or bring the job down if it started MPI. So once
     os.fork                     the child drops the launcher's variables
     spawn, forkserver           the helper process and the workers are started without the launcher's variables
 
-and both carry the rank's number, by which starting MPI is refused with an explanation. Neither keeps to the one
-core that its rank may keep to.
+and both carry the rank's number, by which a start of MPI is refused with an explanation. Neither is bound to the
+core of its rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from .cpu import release_core
-from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
+from .launcher_variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
 _watched_rank: int | None = None
 _forked = False
@@ -35,7 +35,7 @@ def watch(rank: int) -> None:
         return
     _watched_rank = rank
     os.register_at_fork(after_in_child=_become_child)
-    # The one function by which multiprocessing starts workers, its fork server and its resource tracker.
+    # multiprocessing starts workers, its fork server and its resource tracker by this function alone.
     multiprocessing.util.spawnv_passfds = _spawn
 
 
@@ -47,7 +47,7 @@ def _become_child() -> None:
 
 
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Start a program as multiprocessing does, but without the launcher's variables; return its process number."""
+    """Start a program as multiprocessing does, without the launcher's variables; return its process number."""
     rank = None if _forked else _watched_rank
     child = subprocess.Popen(
         [os.fsencode(arg) for arg in args],

@@ -1,8 +1,8 @@
-"""The cores that a rank may run on, and the number of cores for each rank.
+"""The cores that a rank may run on, and its share of them.
 
-They decide how to wait and whether to overlap. A rank that waits inside MPI polls: free on a core of its own, but
-with fewer cores than ranks it takes the core from the ranks that it waits for. A thread that
-communicates beside the computation helps where a rank has a core to spare, and hinders where it has not.
+The share decides how ranks wait and whether they overlap. A rank that waits inside MPI polls: free on a core of its
+own, but with fewer cores than ranks it takes the core from the ranks that it waits for. A thread that communicates
+beside the computation helps a rank with a spare core, and hinders a rank without.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from .settings import may_bind
+from .user_variables import may_bind
 
 _OVERLAP_FROM = 2.0
 _unbound: frozenset[int] | None = None
 
 
 def usable_cores(pid: int = 0) -> frozenset[int]:
-    """Return the logical CPUs that a process may run on, by default this one; empty where unknown; local."""
+    """Return the logical CPUs that a process may run on, by default this one; empty if unknown; local."""
     try:
         return frozenset(os.sched_getaffinity(pid))
     except (AttributeError, OSError):  # not Linux; or the process has ended or is another user's
@@ -29,13 +29,13 @@ def usable_cores(pid: int = 0) -> frozenset[int]:
 
 
 def count_of_node() -> int:
-    """Return how many logical CPUs the ranks of this node share, as far as this process can tell; local."""
+    """Return the number of logical CPUs that the ranks of this node share, as far as visible; local."""
     # A rank may be bound to one core; its launcher's daemon has all that the ranks share.
     return max(len(usable_cores()), len(usable_cores(os.getppid())))
 
 
 def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
-    """Return how many threads a rank should use: its share of each core that it may run on, at least 1; local.
+    """Return the number of threads for a rank: its share of each core that it may run on, at least 1; local.
 
     Args:
         own: This rank's logical CPUs.
@@ -46,15 +46,15 @@ def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
 
 
 def _share(own: Iterable[int], masks: Sequence[frozenset[int]]) -> float:
-    """Return how many cores a rank has, where a core of two ranks is a half for each."""
+    """Return the number of cores of a rank; a core of two ranks is a half for each."""
     return sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
 
 
 def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
-    """Return the core for a rank to stay on, where ranks outnumber the cores and nobody has bound them; local.
+    """Return the core for a rank to stay on, if ranks outnumber the cores and are not bound; else None; local.
 
-    Ranks that wait for each other and outnumber the cores are moved about by the system, often two waiting ones to
-    one core and two computing ones to the other. Dealt out evenly, none is moved.
+    The system moves ranks that wait for each other and outnumber the cores, often two waiting ranks to one core and
+    two computing ranks to another. Ranks bound in turn to the cores are not moved.
 
     Args:
         own_rank: This rank's number on its node.
@@ -68,7 +68,7 @@ def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | Non
 
 
 def keep_to_core(core: int) -> None:
-    """Keep this process to one core from now on, but not what it forks; local."""
+    """Bind this process to one core, but not its forks; local."""
     global _unbound
     if _unbound is None:
         _unbound = usable_cores()
@@ -77,7 +77,7 @@ def keep_to_core(core: int) -> None:
 
 
 def release_core(pid: int = 0) -> None:
-    """Give a process back the cores that this one had before `keep_to_core`, if that was called; local.
+    """Bind a process to the cores that this process had before `keep_to_core`, if that was called; local.
 
     Args:
         pid: The process, by default this one.
@@ -91,7 +91,7 @@ class CoreShare:
     """Cores for each rank; the values are the same on all ranks of a job.
 
     Attributes:
-        least: Cores a rank has for itself, where it has fewest; a core shared by two ranks is a half.
+        least: Number of cores of the rank with the fewest; a core shared by two ranks is a half.
     """
 
     least: float

@@ -1,12 +1,12 @@
-"""How a rank ends, and the job with it.
+"""End of a rank, and of the job with it.
 
-Without this file a rank that fails leaves the others waiting for it for ever. Once MPI runs with several ranks:
+Once MPI runs with several ranks, a rank that fails does not leave the others waiting:
 
     an exception nobody caught, in any thread    one traceback, prefixed with the rank, then MPI_Abort
     ctrl-C, a launch that cannot work            the same, from rank 0
     sys.exit(3), raise SystemExit(3)             code 3 for the whole job, unless all ranks end at the same time
     the end of the program                       waits for the other ranks' ends, then MPI_Finalize
-    sys.exit(85)                                 the same: the job has stopped early, and wants to be started again
+    sys.exit(85)                                 the same: the job has stopped early, to be started again
     os._exit, a signal, a crash                  nothing: the launcher sees it and ends the job
 
 A single rank ends as any Python program does, after MPI_Finalize.
@@ -30,32 +30,33 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LaunchError, RankFailedError
+from ..record.files import enter_phase, phase
+from ..record.layout import Phase
 from ..utils.pipes import wait_until_read
 from ..utils.waiting import Backoff, wait_until
-from . import board
 from .exit_code import observe_exit_code
-from .page import Phase
+from .segments import remove_segments
 
 REQUEUE_EXIT_CODE = 85
-"""What a job ends with that has stopped early, with a checkpoint, and wants to be started again (ERESTART)."""
-FAILED_MEETING_SECONDS = 1.0
-"""How long a rank that ends with an error waits for the other ranks' ends before it aborts the job."""
+"""Exit code of a job that has stopped early, with a checkpoint, and wants to be started again (ERESTART)."""
+FAILED_END_SECONDS = 1.0
+"""Time that a rank that ends with an error waits for the other ranks' ends before it aborts the job."""
 PATIENCE_SECONDS = 10.0
-"""How long a rank waits at its end before it says so."""
+"""Time that a rank waits at its end before it prints a message."""
 CLOSING_SECONDS = 5.0
-"""How long the callables of `before_finalize` may take, all together."""
+"""Time limit of all functions of `before_finalize` together."""
 ABORT_SECONDS = 3.0
-"""How long MPI_Abort may take before the process ends without it, which the launcher notices."""
+"""Time limit of MPI_Abort; then the process ends by itself, which the launcher notices."""
 CAUSE_SECONDS = 1.5
-"""How long a rank waits for another rank, which failed before or with it, to print its error and end the job."""
+"""Time that a rank waits for another rank, which failed before or with it, to print its error and end the job."""
 FIRST_SECONDS = 3.0
-"""How long a process that does not print an error waits for the first process to print it."""
+"""Time that a process that does not print an error waits for the first process to print it."""
 READ_SECONDS = 0.5
-"""How long an aborting rank waits for the launcher to read what it has printed."""
+"""Time that an aborting rank waits for the launcher to read its output."""
 
 _NO_FAILURE = (0, REQUEUE_EXIT_CODE)
 _OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
-"""What all ranks raise at the same time: rank 0 prints it."""
+"""Errors that all ranks raise at the same time: rank 0 prints them."""
 
 _before_finalize: list[Callable[[], None]] = []
 _at_failure: list[Callable[[], object]] = []
@@ -77,11 +78,11 @@ def at_failure(callback: Callable[[], object]) -> None:
 
 
 def install(mpi: Any, *, finalize: bool) -> None:
-    """Control how this process ends; local, does nothing when called again.
+    """Control the end of this process; local, does nothing when called again.
 
     Args:
         mpi: The module `mpi4py.MPI`, initialised.
-        finalize: Whether to finalise MPI at the end; False where the program that started MPI does it.
+        finalize: Finalise MPI at the end; False if the program itself has started MPI.
     """
     global _job
     if _job is not None:
@@ -94,14 +95,14 @@ def install(mpi: Any, *, finalize: bool) -> None:
         observe_exit_code(_job.on_system_exit)
 
 
-def meet_on(comm: Any) -> None:
-    """Use a duplicate of `comm` for ranks to wait for each other's ends; collective over it."""
+def set_end_communicator(comm: Any) -> None:
+    """Use a duplicate of `comm` for the barrier at the end of the program; collective over `comm`."""
     assert _job is not None
-    if _job.meeting is None:
-        _job.meeting = comm.Dup()
+    if _job.comm is None:
+        _job.comm = comm.Dup()
 
 
-def leave_unsaid() -> None:
+def silence_launch_error() -> None:
     """Print no traceback of an uncaught LaunchError, unless this process is one of several ranks; local."""
     if _job is not None and _job.size > 1:
         return
@@ -109,14 +110,14 @@ def leave_unsaid() -> None:
 
     def quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, LaunchError):
-            let_first_speak()
+            wait_for_first_report()
         else:
             hook(kind, error, trace)
 
     sys.excepthook = quiet
 
 
-def let_first_speak() -> None:
+def wait_for_first_report() -> None:
     """Wait for another process to print the error: the first process to end may end the whole job; local.
 
     Ranks of one MPI world end together, so they need not wait.
@@ -125,33 +126,39 @@ def let_first_speak() -> None:
         time.sleep(FIRST_SECONDS)
 
 
-def end_together() -> None:
-    """Declare that all ranks end now: a rank with an error waits for the others as long as they need; local."""
+def expect_common_end() -> None:
+    """Declare that all ranks end now: a rank with an error waits for the others without limit; local."""
     assert _job is not None
-    _job.patient = True
+    _job.all_end = True
 
 
 def end_job(code: int) -> NoReturn:
-    """End the whole job now, from any thread, whatever the others do; local."""
+    """End the whole job now, from any thread, whatever the other ranks do; local."""
     if _job is None:
         end_process(code)
     _job.abort(code)
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, from any thread, where nobody is left to end the job; local."""
-    board.remove_segments(at_abort=True)
+    """End this process now, from any thread, if no launcher or MPI is left to end the job; local."""
+    remove_segments(at_abort=True)
     os._exit(code)
 
 
 class _Job:
-    """What a rank knows of its job when it ends, and the ways to end."""
+    """The job of this rank, and the ways to end it.
+
+    Attributes:
+        size: Number of ranks.
+        comm: Communicator of the barrier at the end; None without one.
+        all_end: True if all ranks end, so that a rank waits for the others whatever its exit code.
+    """
 
     def __init__(self, mpi: Any, finalize: bool) -> None:
         self.size: int = mpi.COMM_WORLD.Get_size()
-        self.meeting: Any = None
-        self.patient = False
-        self._has_met = False
+        self.comm: Any = None
+        self.all_end = False
+        self._has_waited = False
         self._mpi = mpi
         self._finalize = finalize
         self._rank: int = mpi.COMM_WORLD.Get_rank()
@@ -169,7 +176,7 @@ class _Job:
             return
         if isinstance(error, RankFailedError) or (self._rank and isinstance(error, _OF_ALL_RANKS)):
             time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the other rank ends the job
-        self._print(_printed_by(lambda: self._exception_hook(kind, error, trace)) or _traceback_of(error))
+        self._print_error(lambda: self._exception_hook(kind, error, trace), error)
         self.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
@@ -177,42 +184,57 @@ class _Job:
         if self._is_out() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
             return
-        self._print(_printed_by(lambda: self._thread_hook(args)) or _traceback_of(args.exc_value))
+        self._print_error(lambda: self._thread_hook(args), args.exc_value)
         self.abort(1)
 
     def on_system_exit(self, code: object) -> object:
-        """Remember the exit code when the interpreter asks for it; return what it should use."""
+        """Keep the exit code that the interpreter asks for; return the code for the interpreter to use."""
         if self._is_out():
             return code
         if code is not None and not isinstance(code, int):
             self._print(str(code))
             code = 1
         self._code = (code or 0) & 0xFF
-        if not self._is_patient_with(self._code):
+        if not self._waits_for_others(self._code):
             # Python is about to wait for the program's other threads, and they may be waiting for other ranks.
-            self._meet_or_abort(self._code)
-            self._has_met = True
+            self._wait_or_abort(self._code)
+            self._has_waited = True
         return code
 
     def end(self) -> None:
         """Wait for the other ranks and finalise MPI, or abort the job; called when the interpreter ends."""
-        board.enter_phase(Phase.ENDING)
+        enter_phase(Phase.ENDING)
         if self._is_out():
             return
         code = self._exit_code()
         try:
-            if not self._has_met:
-                self._meet_or_abort(code)
-            self.patient = True
-            self._meet_or_abort(code)  # once more: ranks that have met early have waited for their threads since
-            self._close(code)
+            if not self._has_waited:
+                self._wait_or_abort(code)
+            self.all_end = True
+            self._wait_or_abort(code)  # again: ranks that waited in `on_system_exit` have waited for threads since
+            self._run_callbacks(code)
             if self._finalize:
                 self._mpi.Finalize()
-            gc.freeze()  # the interpreter would look for garbage among all that torch has made, at length
+            gc.freeze()  # or the interpreter's last collection would visit all objects of torch
         except KeyboardInterrupt:
             self.abort(130)
 
-    # ---- the steps of it ------------------------------------------------------------------------------------
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job; from any thread."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop unread output when the job is aborted
+        remove_segments(at_abort=True)
+        for callback in _at_failure:
+            with contextlib.suppress(Exception):
+                callback()
+        # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
+        _end_after(ABORT_SECONDS)
+        self._mpi.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    # ---- steps ----------------------------------------------------------------------------------------------
 
     def _exit_code(self) -> int:
         if self._code is not None:
@@ -220,38 +242,38 @@ class _Job:
         hook_was_replaced = self.size > 1 and sys.excepthook != self.on_exception
         return int(hook_was_replaced and getattr(sys, "last_value", None) is not None)
 
-    def _meet_or_abort(self, code: int) -> None:
+    def _waits_for_others(self, code: int) -> bool:
+        """Return True if a rank with this exit code waits for the other ranks without limit."""
+        return code in _NO_FAILURE or self.all_end
+
+    def _wait_or_abort(self, code: int) -> None:
         if not self._all_ranks_end(code):
             self._print(f"has ended with exit code {code} while other ranks go on, and ends the job")
             self.abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
-        """Wait for the ends of all ranks, after an error for a moment only; return whether all have come."""
+        """Wait for the ends of all ranks, after an error for a moment only; return True if all have ended."""
         if self.size == 1:
             return True
-        if self.meeting is None:
-            return code in _NO_FAILURE  # MPI_Finalize waits as well, if less gently
-        is_patient = self._is_patient_with(code)
+        if self.comm is None:
+            return code in _NO_FAILURE  # MPI_Finalize waits as well, at the cost of a core
+        has_time = self._waits_for_others(code)
         backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
-            with board.phase(Phase.ENDING):
-                all_are_there = self.meeting.Ibarrier().Test
-                if wait_until(all_are_there, backoff, PATIENCE_SECONDS if is_patient else FAILED_MEETING_SECONDS):
+            with phase(Phase.ENDING):
+                all_have_ended = self.comm.Ibarrier().Test
+                if wait_until(all_have_ended, backoff, PATIENCE_SECONDS if has_time else FAILED_END_SECONDS):
                     return True
-                if not is_patient:
+                if not has_time:
                     return False
                 self._print("has come to the end of its program and waits for the other ranks")
-                return wait_until(all_are_there, backoff)
+                return wait_until(all_have_ended, backoff)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False
 
-    def _is_patient_with(self, code: int) -> bool:
-        """Return whether a rank that ends with this code waits for the others without limit."""
-        return code in _NO_FAILURE or self.patient
-
-    def _close(self, code: int) -> None:
-        """Run the callables of `before_finalize`; abort if they fail, end the process if they block."""
+    def _run_callbacks(self, code: int) -> None:
+        """Run the functions of `before_finalize`; abort if one fails, end the process if they block."""
         _end_after(CLOSING_SECONDS)
         try:
             for callback in reversed(_before_finalize):
@@ -262,24 +284,16 @@ class _Job:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def abort(self, code: int) -> NoReturn:
-        """End the whole job; from any thread."""
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
-        board.remove_segments(at_abort=True)
-        for callback in _at_failure:
-            with contextlib.suppress(Exception):
-                callback()
-        # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
-        _end_after(ABORT_SECONDS)
-        self._mpi.COMM_WORLD.Abort(code)
-        os._exit(code)
-
     def _is_out(self) -> bool:
-        """Return whether this process must not use MPI: it is a fork, or MPI has been finalised."""
+        """Return True if this process must not use MPI: it is a fork, or MPI has been finalised."""
         return os.getpid() != self._pid or self._mpi.Is_finalized()
+
+    def _print_error(self, hook: Callable[[], object], error: BaseException | None) -> None:
+        """Print the output of an exception hook, or the traceback if the hook prints nothing."""
+        printed = io.StringIO()
+        with contextlib.suppress(Exception), contextlib.redirect_stderr(printed):
+            hook()
+        self._print(printed.getvalue() or "".join(traceback.format_exception(error)))
 
     def _print(self, text: str) -> None:
         """Write all lines at once, so that lines of several ranks do not mix."""
@@ -297,15 +311,3 @@ def _end_after(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     except RuntimeError:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def _printed_by(hook: Callable[[], object]) -> str:
-    """Return what an exception hook prints to stderr."""
-    printed = io.StringIO()
-    with contextlib.suppress(Exception), contextlib.redirect_stderr(printed):
-        hook()
-    return printed.getvalue()
-
-
-def _traceback_of(error: BaseException | None) -> str:
-    return "".join(traceback.format_exception(error))

@@ -1,14 +1,12 @@
-"""The code that the interpreter is about to end with.
+"""The exit code of this process, observed just before the interpreter ends.
 
-A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank has to know
-its exit code before the process is over, and Python tells nobody: the code is an attribute of a SystemExit, which
-programs raise (`raise SystemExit(3)`), libraries raise (argparse) and both catch again. `sys.excepthook` does not
-see it, `atexit` callables are not given it, and a `sys.exit` of our own would neither see what others raise nor
-know what is caught.
+A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank must know its
+exit code before the process ends, and Python has no interface for that: programs and libraries raise SystemExit and
+catch it again, `sys.excepthook` and `atexit` do not get it.
 
-But the interpreter, at its very end, reads the exception's attribute `code` while no Python function runs. Wherever
-else it is read, one does. So the attribute becomes a property that looks for its caller. In every other respect
-SystemExit stays what it is.
+But the interpreter, at its very end, reads the exception's attribute `code` while no Python function runs. All
+other reads come from a Python function. So the attribute becomes a property that looks for its caller; otherwise
+SystemExit is unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .variables import launched_ranks
+from .launcher_variables import launched_ranks
 
 
 def observe_exit_code(observer: Callable[[object], object]) -> None:
     """Call `observer(code)` when the interpreter ends because of a SystemExit; local.
 
     Args:
-        observer: Gets the exception's argument; returns the argument that the interpreter uses.
+        observer: Function of the exception's argument; returns the argument for the interpreter to use.
     """
     member = SystemExit.__dict__["code"]
 
@@ -46,7 +44,7 @@ def observe_exit_code(observer: Callable[[object], object]) -> None:
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Replace `sys.exit`, which before Python 3.12 makes no exception object, so that nothing is read."""
+    """Replace `sys.exit`, which before Python 3.12 makes no exception object, so that no `code` is read."""
     raise SystemExit(status)
 
 

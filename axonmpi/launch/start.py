@@ -1,6 +1,6 @@
-"""Starting MPI, and checking how it was launched.
+"""Start of MPI, with a check of the launch.
 
-    start_mpi     imports mpi4py, starts MPI with threads, controls how the process and its children end
+    start_mpi     imports mpi4py, starts MPI with threads, controls the end of the process and of its children
     start_world   the same, then compares MPI's world with the launcher's variables, finds the node of each rank and
                   gives each rank its share of the node's cores
 
@@ -24,15 +24,18 @@ import numpy as np
 import torch
 
 from ..errors import CommunicatorError, LaunchError
+from ..record import files
 from ..utils.arguments import integer
+from ..utils.processes import mapped_files
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
-from . import arrival, board, children, lifeline, node_links
+from . import children, node_links, pmi_connection, start_watcher
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
-from .settings import prepare_for_mpi, user_threads, waiting_limit
+from .launcher_variables import detect_launchers, is_first_on_node, launched_ranks, set_variables_for_mpi
+from .segments import remove_segments
 from .topology import Topology
-from .variables import detect_launchers, is_first_on_node, launched_ranks
+from .user_variables import user_threads, waiting_limit
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,14 +51,14 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Started:
-    """A world that has been started.
+    """MPI's world after the start, or a single rank without MPI.
 
     Attributes:
-        comm: mpi4py's communicator of all ranks, `None` for a single rank without MPI.
-        topology: This rank's number, and where it is.
-        library: The MPI library, `None` without MPI.
-        num_threads: How many threads torch uses on this rank.
-        threads_reason: Why so many.
+        comm: mpi4py's communicator of all ranks; None without MPI.
+        topology: This rank's number, node and local rank.
+        library: The MPI library; None without MPI.
+        num_threads: Number of torch's threads on this rank.
+        threads_reason: Reason for this number, for people.
     """
 
     comm: MPI.Intracomm | None
@@ -66,20 +69,20 @@ class Started:
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """Print an uncaught LaunchError on one process of each node only, where ranks do not know each other."""
+def _reported_once() -> Iterator[None]:
+    """Print an uncaught LaunchError on one process of each node only, if ranks do not know each other."""
     try:
         yield
     except LaunchError:
         if not is_first_on_node():
-            exits.leave_unsaid()
+            exits.silence_launch_error()
         raise
 
 
-def speaks_of_launch() -> bool:
-    """Return whether this process reports a launch that failed; local.
+def reports_launch_errors() -> bool:
+    """Return True if this process reports a failed launch; local.
 
-    Rank 0 does where ranks have found each other, else the first process on each node.
+    That is rank 0 if ranks have found each other, else the first process on each node.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
@@ -87,12 +90,11 @@ def speaks_of_launch() -> bool:
     return is_first_on_node()
 
 
-@_told_once()
+@_reported_once()
 def start_mpi() -> Any:
     """Start MPI, if it is not running, and return the module `mpi4py.MPI`; collective over all ranks of the job.
 
-    MPI may run already, where the program has imported `mpi4py.MPI` before. It is finalised at the end of the
-    program.
+    MPI may run already, if the program has imported `mpi4py.MPI` before. It is finalised at the end of the program.
 
     Raises:
         LaunchError: MPI is not installed, or has ended; or this is a child of a rank.
@@ -103,22 +105,22 @@ def start_mpi() -> Any:
     return mpi
 
 
-@_told_once()
+@_reported_once()
 def start_world(
     init_method: str | None = None, num_threads: int | None = None, timeout: float | None = None
 ) -> Started:
-    """Start MPI, check the launch and place this rank on its node; collective over all ranks of the job.
+    """Start MPI, check the launch and find this rank's node; collective over all ranks of the job.
 
     Args:
         init_method: `None`, `"mpi://"` or `"env://"`; the launcher's variables are always checked against MPI's
             world.
         num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
-        timeout: Seconds that ranks may take to come here, then the job ends; None: `AXONMPI_TIMEOUT`.
+        timeout: Time limit in seconds for all ranks to call this function; None: `AXONMPI_TIMEOUT`.
 
     Raises:
         LaunchError: The processes were not started as one MPI job; all ranks raise it.
-        ValueError: `init_method` is another one, or `num_threads` is below 1.
+        ValueError: `init_method` is unknown, or `num_threads` below 1.
         TypeError: `num_threads` is no integer.
     """
     check_arguments(init_method, num_threads)
@@ -130,11 +132,11 @@ def start_world(
     _initialize(mpi, timeout)
     comm = mpi.COMM_WORLD
     library = library_info()
-    _agree_on_launch(mpi, comm, library)
-    exits.meet_on(comm)
+    _check_on_all_ranks(mpi, comm, library)
+    exits.set_end_communicator(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    topology = Topology.found(mpi, comm, local)
-    _publish_page(mpi, comm, local, topology)
+    topology = Topology.detect(mpi, comm, local)
+    _publish_record(mpi, comm, local, topology)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
@@ -143,27 +145,27 @@ def start_world(
     return Started(comm, topology, library, threads, reason)
 
 
-def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
-    """Let other processes of this user see what this rank does; collective, does nothing when called again."""
-    if comm.size == 1 or board.own_page().path is not None:
+def _publish_record(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
+    """Make this rank's record readable and connect the nodes; collective, does nothing when called again."""
+    if comm.size == 1 or files.own_record().path is not None:
         return
     job = np.array([secrets.randbits(32)])
     comm.Bcast(job)
     local.Barrier()
-    folder: Path | str = ""  # or the reason why there is none
+    folder: Path | str = ""  # or the reason for a failure
     if local.rank == 0:
-        board.remove_stale()
-        board.remove_segments(at_abort=False)
-        folder = board.make_folder()
+        files.remove_stale_records()
+        remove_segments(at_abort=False)
+        folder = files.make_folder()
     folder = local.bcast(folder)
     name = f"{job[0]:08x}"
-    unwatched = folder if isinstance(folder, str) else board.publish(folder, name, asdict(topology))
+    unwatched = folder if isinstance(folder, str) else files.publish_record(folder, name, asdict(topology))
     if not unwatched:
-        exits.before_finalize(board.remove_own)
+        exits.before_finalize(files.remove_own_record)
     lacks = [f"a rank that stalls is not noticed: {unwatched}" if unwatched else ""]
-    # The watchdog counts the pages of the node's ranks; the allgather ends once all of them are made.
+    # The watchdog reads all records of the node when it starts: the allgather ends once they are made.
     if isinstance(folder, Path) and not any(local.allgather(unwatched)):
-        lacks.append(lifeline.hold(local, folder, name))
+        lacks.append(pmi_connection.hold(local, folder, name))
     lacks.append(node_links.connect(mpi, comm, local, topology))
     complaints = _complaints(mpi, comm, "; ".join(filter(None, lacks)))
     if complaints and comm.rank == 0:
@@ -171,7 +173,7 @@ def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:
-    """Raise unless a world can be started with these; local.
+    """Raise unless the arguments of `start_world` are valid; local.
 
     Raises:
         ValueError: `init_method` is unknown, or `num_threads` below 1.
@@ -193,10 +195,10 @@ def thread_level(mpi: Any) -> str:
 
 
 def check_thread(mpi: Any, operation: str) -> None:
-    """Raise unless this is the thread that may call an MPI of one thread; local.
+    """Raise unless this is the thread that may call MPI at a level for one thread; local.
 
     Raises:
-        CommunicatorError: It is another one.
+        CommunicatorError: This is another thread.
     """
     if not mpi.Is_thread_main():
         raise CommunicatorError(
@@ -209,7 +211,7 @@ def check_thread(mpi: Any, operation: str) -> None:
 
 
 def _load() -> Any:
-    """Import mpi4py without starting MPI; LaunchError where it, or the MPI library, is missing."""
+    """Import mpi4py without starting MPI; LaunchError if it, or the MPI library, is missing."""
     try:
         if "mpi4py.MPI" not in sys.modules:
             import mpi4py
@@ -245,7 +247,7 @@ def _initialize(mpi: Any, timeout: float | None = None) -> None:
     if started_here:
         _init(mpi, timeout)
         if mpi.COMM_WORLD.Get_size() == 1:
-            board.remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
+            remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
 
@@ -254,29 +256,29 @@ def _init(mpi: Any, timeout: float | None) -> None:
     description = mpi.Get_library_version()
     library = library_info()
     local_size = max((launcher.local_size or 1 for launcher in detect_launchers()), default=1)
-    problem = check_protocol(None, library, description) or check_room(library, board.SHARED_MEMORY, local_size)
+    problem = check_protocol(None, library, description) or check_room(library, files.SHARED_MEMORY, local_size)
     if problem is not None:
         raise LaunchError(problem)
-    prepare_for_mpi(count_of_node(), description)
+    set_variables_for_mpi(count_of_node(), description)
     with warnings.catch_warnings():
-        # mpi4py suspects some launches; all are checked here, and refused with more to go by.
+        # mpi4py warns of some launches; all are checked here, and refused with a better message.
         warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
-        with _watching_others(timeout):
+        with _watched_ranks(timeout):
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
-def _watching_others(timeout: float | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that ends the job if another rank does not come to it in time; local."""
+def _watched_ranks(timeout: float | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context that ends the job if another rank does not enter it in time; local."""
     limit = waiting_limit(None) if timeout is None else timeout
     for launcher in detect_launchers():
         size, local_size = launcher.size or 1, launcher.local_size or 1
         if launcher.rank is not None and size > 1 and launcher.local_rank is not None:
-            return arrival.watched(launcher.variables[0][0], size, launcher.local_rank, local_size, limit)
+            return start_watcher.watched(launcher.variables[0][0], size, launcher.local_rank, local_size, limit)
     return contextlib.nullcontext()
 
 
-def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:
-    """Raise on all ranks if on any rank the launcher and MPI disagree."""
+def _check_on_all_ranks(mpi: Any, comm: Any, library: MpiLibrary) -> None:
+    """Raise on all ranks if the launcher and MPI disagree on any rank; collective."""
     own = check_launch(detect_launchers(), comm.rank, comm.size, library)
     if complaints := _complaints(mpi, comm, own or ""):
         where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
@@ -284,7 +286,7 @@ def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:
 
 
 def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:
-    """Return the complaints of all ranks by rank; collective, a single reduction if no rank complains."""
+    """Return the non-empty complaints by rank; collective, a single reduction if there are none."""
     is_wrong = np.array([bool(own)])
     comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
     if not is_wrong[0]:
@@ -299,15 +301,15 @@ def _set_threads(requested: int | None, masks: Sequence[frozenset[int]]) -> tupl
     """Set torch's threads; return their number and the reason.
 
     Args:
-        requested: What the caller wants, `None` for a share.
-        masks: The logical CPUs of each rank of this node.
+        requested: The caller's number; None for this rank's share of the cores.
+        masks: Logical CPUs of each rank of this node.
     """
     chosen_by_user = user_threads()
     if requested is not None:
         threads, reason = requested, f"num_threads={requested} was given"
     elif chosen_by_user is not None:
         return torch.get_num_threads(), f"{chosen_by_user} is set"
-    elif not detect_launchers():  # under one, what torch computes with chooses a single thread
+    elif not detect_launchers():  # under a launcher, OpenMP may choose a single thread
         return torch.get_num_threads(), "torch's own choice for a program without a launcher"
     else:
         own = usable_cores()
@@ -322,7 +324,7 @@ def _set_threads(requested: int | None, masks: Sequence[frozenset[int]]) -> tupl
 
 
 def library_info() -> MpiLibrary:
-    """Return which MPI library mpi4py has loaded, from where, and the launcher beside it; local.
+    """Return the MPI library that mpi4py has loaded, with its file and launcher; local.
 
     Raises:
         LaunchError: There is none.
@@ -334,17 +336,12 @@ def library_info() -> MpiLibrary:
 
 
 def _library_path() -> str | None:
-    """Return the file of the MPI library, found among the files that this process has mapped."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    files = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))
-    return next((file for file in files if _LIBRARY_FILE.match(Path(file).name)), None)
+    """Return the mapped file of the MPI library."""
+    return next((str(path) for path in mapped_files() if _LIBRARY_FILE.match(path.name)), None)
 
 
 def _mpirun_beside(library: str, vendor: str) -> str | None:
-    """Find the launcher in a `bin` folder beside or above the library's folder."""
+    """Return the launcher in a `bin` folder beside or above the library's folder."""
     names = _LAUNCHERS.get(vendor, ("mpirun", "mpiexec"))
     folders = dict.fromkeys(folder for path in (Path(library), Path(library).resolve()) for folder in path.parents)
     launchers = (folder / "bin" / name for folder in folders for name in names)

@@ -1,4 +1,4 @@
-"""Where ranks are: on which node, and which number they have there."""
+"""Nodes of the ranks, and local ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place.
+    """Node and local rank of one rank.
 
     Attributes:
-        rank: Its number in the job.
+        rank: World rank.
         size: Number of ranks of the job.
-        local_rank: Its number on its node.
-        local_size: Number of ranks on its node.
-        node_rank: Its node's number; nodes are ordered by their lowest rank.
+        local_rank: Number on the node.
+        local_size: Number of ranks on the node.
+        node_rank: Number of the node; nodes are ordered by their lowest rank.
         num_nodes: Number of nodes.
     """
 
@@ -32,7 +32,7 @@ class Topology:
 
     @classmethod
     def of(cls, nodes: Sequence[int] | NDArray[np.int32], rank: int) -> Topology:
-        """Derive the place of `rank` from a node identifier for each rank, in rank order."""
+        """Return the topology of `rank` from a node identifier for each rank, in rank order; local."""
         of_all = np.asarray(nodes)
         here = of_all == of_all[rank]
         first_ranks = np.unique(of_all, return_index=True)[1]
@@ -46,17 +46,17 @@ class Topology:
         )
 
     @classmethod
-    def found(cls, mpi: Any, comm: Any, node: Any) -> Topology:
-        """Find this rank's place by counting the first ranks of nodes, however many ranks there are; collective.
+    def detect(cls, mpi: Any, comm: Any, node: Any) -> Topology:
+        """Return this rank's topology, from a count of the nodes' lowest ranks; collective.
 
         Args:
             mpi: The module `mpi4py.MPI`.
-            comm: All ranks.
-            node: Those on this rank's node, in the same order.
+            comm: Communicator of all ranks.
+            node: Communicator of the ranks on this node, in the same order.
         """
         is_first = np.array([node.rank == 0], np.int32)
         num_nodes, node_rank = np.empty_like(is_first), np.zeros_like(is_first)
         comm.Allreduce(is_first, num_nodes, mpi.SUM)
-        comm.Exscan(is_first, node_rank, mpi.SUM)  # which leaves rank 0's alone
+        comm.Exscan(is_first, node_rank, mpi.SUM)  # leaves rank 0's number as it is
         node.Bcast(node_rank)
         return cls(comm.rank, comm.size, node.rank, node.size, int(node_rank[0]), int(num_nodes[0]))

@@ -1,28 +1,32 @@
-"""What the ranks of a job do, seen from any process of the same user, and the end of jobs that wait for ever."""
+"""Observation of a job from its ranks' records: waits, stacks, and the watchdog that ends a job which cannot go on.
 
-from .board import Condition, Group, Operation, RankPage, job_names, last_words, page_of_process, pages_of
-from .judgement import Standing, in_vain, look_at
-from .report import cause_of, table_of, text_of_stacks
+A rank that waits in a collective looks the same as one that computes. These functions tell them apart, for
+`axonmpi why`, `axonmpi top`, the watchdog of each rank, and programs. Read `waits.py` and `watchdog.py` first. The
+package imports `record`, `launch` and packages below.
+"""
+
+from ..record.reader import Condition, Group, Operation, RankRecord, describe_process, job_names, records_of
 from .stacks import stacks_of
-from .watchdog import still_under_way, watch, write_to
+from .waits import RankState, states_of, stuck_ranks
+from .watchdog import unfinished_operation, watch, write_to
+from .watchdog_text import cause_of, table_of, text_of_stacks
 
 __all__ = [
     "Condition",
     "Group",
     "Operation",
-    "RankPage",
-    "Standing",
+    "RankRecord",
+    "RankState",
     "cause_of",
-    "in_vain",
+    "describe_process",
     "job_names",
-    "last_words",
-    "look_at",
-    "page_of_process",
-    "pages_of",
+    "records_of",
     "stacks_of",
-    "still_under_way",
+    "states_of",
+    "stuck_ranks",
     "table_of",
     "text_of_stacks",
+    "unfinished_operation",
     "watch",
     "write_to",
 ]

@@ -1,10 +1,10 @@
-"""The latest operations of each rank in the format of torch's flight recorder, which `torchfrtrace` analyses.
+"""Files with the latest operations of each rank, in the format of torch's flight recorder for `torchfrtrace`.
 
     FOLDER/trace_rank_0     {"version", "pg_config": {group: ranks}, "entries": [{"collective_seq_id", ...}]}
     FOLDER/trace_rank_1     ...
 
 torchfrtrace pairs the collectives of the ranks of a group by number. Messages of two ranks in one direction and
-with one tag are a group of their own. It knows NCCL's operations: those of this library take the names of those.
+with one tag form a group. It knows NCCL's operations only, so this library's operations get names of NCCL's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .board import Group, Operation, RankPage
+from ..record.reader import RECEIVES, SENDS, Group, Operation, RankRecord
 
 VERSION = "2.10"
-"""Of the format: major and minor."""
+"""Version of the format, major and minor."""
 FILE_NAME = "trace_rank_{}"
 _NAMES = {
     "all_gather": "_all_gather_base",
@@ -32,21 +32,18 @@ _NAMES = {
     "symmetric_empty": "barrier",
     "node_empty": "barrier",
 }
-"""Names that torchfrtrace knows, for operations with other names here; it has none for scans."""
-_SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
-_WHOLE_NUMBER = 1
-"""The number of a rank's first operation: with it, nothing of what the rank has done is missing."""
+"""Names that torchfrtrace knows, for operations with other names here; it has no name for scans."""
 
 Members = Mapping[int, Mapping[int, int]]
-"""The world's numbers of the ranks of each group: by the group's key, and by the number in the group."""
+"""World ranks of each group: by the group's key, then by the number in the group."""
 
 
-def dump(pages: Iterable[RankPage], folder: Path) -> list[Path]:
-    """Write the latest operations of ranks to files, one for each rank; local.
+def dump(records: Iterable[RankRecord], folder: Path) -> list[Path]:
+    """Write the latest operations of ranks to a folder, one file for each rank; local.
 
     Args:
-        pages: Of the ranks; they may have ended.
-        folder: Where to; it is made if it is not there. Nodes may write to the same one.
+        records: Records of the ranks, which may have ended.
+        folder: Folder for the files, made if necessary. Nodes may write to the same folder.
 
     Returns:
         The files.
@@ -54,13 +51,13 @@ def dump(pages: Iterable[RankPage], folder: Path) -> list[Path]:
     Raises:
         OSError: A file cannot be written.
     """
-    ranks = list(pages)
+    ranks = list(records)
     members = _members(ranks)
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for page in ranks:
-        file = folder / FILE_NAME.format(page.rank)
-        file.write_bytes(pickle.dumps(trace_of(page.operations(), page.groups, page.rank, members)))
+    for record in ranks:
+        file = folder / FILE_NAME.format(record.rank)
+        file.write_bytes(pickle.dumps(trace_of(record.operations(), record.groups, record.rank, members)))
         files.append(file)
     return files
 
@@ -68,13 +65,13 @@ def dump(pages: Iterable[RankPage], folder: Path) -> list[Path]:
 def trace_of(
     operations: Sequence[Operation], groups: Sequence[Group], rank: int, members: Members
 ) -> dict[str, Any]:
-    """Return what is written of one rank; local.
+    """Return the contents of one rank's file; local.
 
     Args:
-        operations: Of it, the oldest first.
-        groups: That it is in.
-        rank: Its number in the job.
-        members: Of the groups.
+        operations: Operations of the rank, oldest first.
+        groups: Groups of the rank.
+        rank: World rank.
+        members: World ranks of all groups.
     """
     config: dict[str, dict[str, str]] = {}
     entries = []
@@ -85,23 +82,23 @@ def trace_of(
         if operation.call and operation.name not in ("stage send", "stage recv"):
             entries.append(_collective(operation, group))
             config[f"{group.key:x}"] = _config(str(group), members[group.key].values())
-    if operations and operations[0].number == _WHOLE_NUMBER:
+    if operations and operations[0].number == 1:  # the record has all operations of the rank
         entries += _messages(operations, members, config)
     entries.sort(key=lambda entry: int(entry["time_created_ns"]))
-    # Alignment by torchfrtrace drops what is older than the first record of any rank: all count back from the same.
+    # Torchfrtrace drops entries older than the first entry of any rank: all ranks count back from the same number.
     called = max(len(entries), sum(group.count for group in groups))
     for index, entry in enumerate(entries):
         entry["record_id"] = called - len(entries) + index
     return {"version": VERSION, "pg_config": config, "entries": entries, "rank": rank}
 
 
-def _members(pages: Sequence[RankPage]) -> dict[int, dict[int, int]]:
-    """Return the ranks of groups that pages tell of: all of those whose members have an even distance."""
+def _members(records: Sequence[RankRecord]) -> dict[int, dict[int, int]]:
+    """Return the known members of groups: all of a group with even steps, else the ranks with a record."""
     members: dict[int, dict[int, int]] = defaultdict(dict)
-    for page in pages:
-        for group in page.groups:
+    for record in records:
+        for group in record.groups:
             members[group.key].update(enumerate(group.members or ()))
-            members[group.key][group.rank] = page.rank
+            members[group.key][group.rank] = record.rank
     return members
 
 
@@ -116,30 +113,30 @@ def _collective(operation: Operation, group: Group) -> dict[str, Any]:
 
 
 def _sizes(operation: Operation, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the shapes of input and output, where free sizes are 0; flat and even where parts may be uneven."""
+    """Return the shapes of input and output, with 0 for free sizes; flat and even if shards may be uneven."""
     shape = [max(0, size) for size in operation.shape]
     if operation.name.startswith("all_gather"):
         return shape, [ranks, *shape]
     if operation.name.startswith("reduce_scatter"):
-        part = -(-math.prod(shape) // ranks)
-        return [part * ranks], [part]
+        shard = -(-math.prod(shape) // ranks)
+        return [shard * ranks], [shard]
     return shape, shape
 
 
 def _messages(
     operations: Sequence[Operation], members: Members, config: dict[str, dict[str, str]]
 ) -> list[dict[str, Any]]:
-    """Return entries for messages, numbered in each direction; both ranks number them alike."""
+    """Return entries for messages, numbered in each direction, so that both ranks have the same numbers."""
     entries = []
     numbers: dict[str, int] = defaultdict(int)
     for operation in operations:
         group, peer = operation.group, operation.peer
-        if group is None or peer is None or operation.name not in _SENDS + _RECEIVES:
+        if group is None or peer is None or operation.name not in SENDS + RECEIVES:
             continue
         of_group = members.get(group.key, {})
         if peer not in of_group or peer == group.rank:
             continue
-        sends = operation.name in _SENDS
+        sends = operation.name in SENDS
         source, target = (group.rank, peer) if sends else (peer, group.rank)
         key = f"{group.key:x}:{source}:{target}:{operation.tag}"
         numbers[key] += 1

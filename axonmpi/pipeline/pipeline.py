@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
+from ..across_ranks.comparison import first_rank_does, raised_on_all, same_on_all_ranks
 from ..across_ranks.gradient_norm import ClipsGradients, Copies, copy_counts, sharding_axes
 from ..backends import all_gather_object
 from ..groups.process_group import ProcessGroup

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..across_ranks.comparison import same_on_all_ranks
+from ..across_ranks.comparison import first_rank_does, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
 from ..groups.world import chosen_group, current_world
 from ..utils.arguments import integer
@@ -207,7 +207,8 @@ def _times(
     own = f"{num_stages} stages of {len(pieces)} pieces"
     problem = "the ranks cut different numbers of stages from different numbers of pieces"
     same_on_all_ranks(group.backend, [own], problem, "Give all of them the same model and num_stages.")
-    return first_rank_does(group.backend, lambda: _measured(pieces, sample, repeats))
+    times: list[int] = first_rank_does(group.backend, lambda: _measured(pieces, sample, repeats))
+    return times
 
 
 def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..launch.cpu import release_core
-from ..launch.variables import without_launcher_variables
+from ..launch.launcher_variables import without_launcher_variables
 from ..types import Seconds
 from ..utils.arguments import integer, seconds
 from ..utils.waiting import Backoff, wait_until

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..launch.variables import without_launcher_variables
+from ..launch.launcher_variables import without_launcher_variables
 
 _NAMES = ("mpirun", "mpiexec", "mpirun.mpich", "mpirun.openmpi", "mpiexec.hydra")
 _KINDS = {"openmpi": ("open mpi", "openrte", "prrte"), "hydra": ("hydra", "mpich", "intel", "mvapich")}

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from ..across_ranks.comparison import same_on_all_ranks
 from ..checkpoint.preemption import PreemptionGuard
 from ..groups.world import World
-from ..launch.board import own_page, phase
-from ..launch.page import Phase
 from ..mesh import DeviceMesh
+from ..record import Phase, own_record, phase
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
@@ -221,12 +220,12 @@ class Trainer:
 
     def _timed_step(self, step: int) -> bool:
         """Make a step and record it; return True to stop after it."""
-        started, page = time.perf_counter(), own_page()
-        before = page.latest
+        started, record = time.perf_counter(), own_record()
+        before = record.latest
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
         loss, norm, votes, saved = self._step(step, rate)
         now = time.perf_counter()
-        self._times.append((now - started, page.seconds_in_operations(before)))
+        self._times.append((now - started, record.seconds_in_operations(before)))
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "

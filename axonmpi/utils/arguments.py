@@ -1,4 +1,4 @@
-"""Checks of arguments that every layer has: flags, members of an enum, seconds."""
+"""Argument checks of every layer: flags, integers, members of an enum, seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_functions(**functions: object) -> None:
-    """Raise unless each argument is a function or None; a class is none; local.
+    """Raise unless each argument is a function or None, and no class; local.
 
     Raises:
         TypeError: Naming the argument.
@@ -46,11 +46,11 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
     Args:
         name: The argument's name, for the message.
         value: The number.
-        minimum: The least that it may be.
+        minimum: The smallest valid number.
 
     Raises:
         TypeError: It is no integer.
-        ValueError: It is less.
+        ValueError: It is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name}: expected an integer, got {value!r}{hint(value)}")
@@ -76,7 +76,7 @@ def number(name: str, value: object) -> float:
 
 
 def hint(value: object) -> str:
-    """Return what to do about a group or world in place of another argument, empty for other values; local."""
+    """Return advice for a group or world in place of another argument, empty for other values; local."""
     kind = type(value).__name__  # groups and worlds are classes of a higher layer
     if kind == "ProcessGroup":
         return "; name the group, as group= (process_group= in wrappers and layers)"
@@ -86,12 +86,12 @@ def hint(value: object) -> str:
 
 
 def member(name: str, kind: type[E], value: object) -> E:
-    """Return a member of an enum, given it or its name in letters of either case; local.
+    """Return a member of an enum, from itself or from its name in any case; local.
 
     Args:
         name: The argument's name, for the message.
         kind: The enum, a public one of axonmpi.
-        value: The member, its name, or its value where that is a string.
+        value: The member, its name, or its value if that is a string.
 
     Raises:
         TypeError: `value` is neither.
@@ -126,7 +126,7 @@ def seconds(name: str, value: Seconds | None, *, positive: bool = True) -> float
     Args:
         name: The argument's name, for the message.
         value: The time.
-        positive: Whether it has to be longer than nothing.
+        positive: Refuse 0 and negative times.
 
     Raises:
         ValueError: It is no time, or not positive.

@@ -1,4 +1,4 @@
-"""Caches that cannot grow without end."""
+"""A cache of bounded size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BoundedCache(dict[Key, Value]):
         self._cost = 0
 
     def add(self, key: Key, value: Value, cost: int = 1) -> Value:
-        """Keep a new entry, unless it alone costs more than the limit; returns the value."""
+        """Keep a new entry, unless it alone costs more than the limit; return the value."""
         if self._cost + cost > self._limit:
             self.clear()
         if cost <= self._limit:

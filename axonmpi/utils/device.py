@@ -1,15 +1,14 @@
-"""What the library asks of the device that tensors are on: streams, events, pinned memory.
+"""Devices of tensors, the CPU or a GPU, behind one interface: streams, events, pinned memory.
 
-A GPU computes later than it is told to. What is told through one stream happens in order; between two streams
-nothing is ordered unless one waits for an event of the other:
+A GPU computes asynchronously. Work in one stream runs in order; work in two streams is ordered only by events:
 
     caller's stream     compute gradient ── event 1 ── compute ─────── wait for event 2 ── use the sum
                                                │                            ▲
     group's stream                     wait for event 1 ── all_reduce ── event 2
 
-Memory that a stream uses has to be kept for it, or torch gives it to somebody else as soon as its last tensor is
-gone, though the stream has not come to it yet. On the CPU each operation is over when its call returns, so there is
-nothing to order. No other file of the library uses `torch.cuda`.
+Torch reuses memory as soon as its last tensor is freed, even if another stream still has work on it: `Device.keep`
+prevents that. On the CPU each operation is complete when its call returns, so streams and events are None. No other
+file of the library uses `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _collection = threading.Lock()
 def _without_collection() -> Iterator[None]:
     """Keep Python's garbage collector from running in the `with` block.
 
-    `Generator.get_state()` holds a mutex while it allocates. A collection there may run finalizers in Python, which
-    let another thread run, and if that waits for the mutex, neither goes on.
+    `Generator.get_state()` holds a mutex while it allocates. A collection there may run finalizers in Python,
+    during which another thread runs; if that thread waits for the mutex, both are deadlocked.
     """
     with _collection:
         was_enabled = gc.isenabled()
@@ -49,18 +48,18 @@ def _without_collection() -> Iterator[None]:
 
 
 _STREAMS = 32
-"""How many streams of a priority torch has on a GPU."""
+"""Number of streams of one priority in torch's pool of a GPU."""
 
 
 class Device:
-    """A device that computes when it is told to, as the CPU does; its streams and events are None.
+    """A synchronous device, such as the CPU; its streams and events are None.
 
     Args:
-        place: Which one, with its index.
+        place: The torch device, with its index.
 
     Attributes:
-        place: The same.
-        is_asynchronous: Whether it computes later than it is told to.
+        place: The torch device.
+        is_asynchronous: True if calls return before the device has computed.
     """
 
     is_asynchronous = False
@@ -73,7 +72,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What it is called, for people."""
+        """Name of the device, for people."""
         return self.place.type.upper()
 
     def use(self) -> None:
@@ -88,11 +87,11 @@ class Device:
         return None
 
     def new_stream(self, apart_from: Sequence[Any] = ()) -> Any:
-        """Make a stream that is none of some others; local."""
+        """Return a stream that is not among `apart_from`; local."""
         return None
 
     def handle(self, stream: Any) -> int:
-        """Return a stream's address, for libraries that take it as a number; local."""
+        """Return the address of a stream, for NCCL; local."""
         return 0
 
     def within(self, stream: Any) -> AbstractContextManager[Any]:
@@ -100,67 +99,67 @@ class Device:
         return nullcontext()
 
     def record(self, stream: Any) -> Any:
-        """Return an event that is complete when all that `stream` was told so far is done; local."""
+        """Record an event behind the work in `stream` and return it; local."""
         return None
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let what `stream` is told from now on begin after `event`; local, does not block."""
+        """Make later work in `stream` wait for `event`; local, does not block."""
 
     def is_complete(self, event: Any) -> bool:
-        """Say whether an event is complete, without blocking."""
+        """Return True if an event is complete; local, does not block."""
         return True
 
     def block(self, event: Any) -> None:
         """Block this thread until an event is complete; local."""
 
     def mark(self) -> Any:
-        """Note the time at which this device has done what the current stream was told so far; local."""
+        """Record a time stamp behind the work in the current stream and return it; local."""
         return time.perf_counter()
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        """Return the seconds between two marks; local, blocks this thread until the device has reached both."""
         return float(last - first)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
+        """Keep the memory of another stream's tensor until the work in `stream` is done; local."""
 
     def synchronize(self) -> None:
-        """Block this thread until the device has done all that it was told; local."""
+        """Block this thread until all work of the device is done; local."""
 
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
+        """Allocate pinned CPU memory, for copies beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the CPU on the device: itself, or a copy that this thread does not wait for; local."""
+        """Return a CPU tensor on the device: the tensor itself, or an asynchronous copy; local."""
         return tensor
 
     def random_state(self) -> Tensor:
-        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        """Return the state of the default generator, [bytes] of uint8 on the CPU; local."""
         with _without_collection():
             return torch.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
-        """Set the state of its default generator; local."""
+        """Set the state of the default generator; local."""
         torch.set_rng_state(state)
 
     def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the values of tensors of one element, with one wait for the device at most; local."""
+        """Return the values of one-element tensors, with at most one wait for the device; local."""
         return [float(tensor) for tensor in tensors]
 
     def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
-        """Raise if integers are not from 0 to `stop` - 1; local.
+        """Raise unless integers are from 0 to `stop` - 1; local.
 
-        A device that computes later looks at them when it comes to them, without this thread waiting: as with
-        torch's own checks of indices there, what follows fails then, and the process with it.
+        An asynchronous device checks them later, as torch checks indices there: the process fails with the work
+        that follows.
 
         Args:
-            values: At least one, on the device.
-            stop: The first number that is too large.
-            message: Makes the error's text from the least and the largest.
+            values: [any shape] integers on the device, at least one.
+            stop: The smallest number that is too large.
+            message: Makes the error's text from the smallest and the largest value.
 
         Raises:
-            ValueError: One of them is out of range.
+            ValueError: A value is out of range.
         """
         least, most = (int(bound) for bound in values.aminmax())
         if least < 0 or most >= stop:
@@ -174,7 +173,7 @@ class CudaDevice(Device):
 
     @property
     def name(self) -> str:
-        """What NVIDIA calls it."""
+        """NVIDIA's name of the GPU."""
         return torch.cuda.get_device_name(self.place)
 
     def use(self) -> None:
@@ -190,12 +189,12 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.place)
 
     def new_stream(self, apart_from: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Stream:
-        """Make a stream that is none of some others, ahead of computation where both have work; local.
+        """Return a stream of high priority that is not among `apart_from`; local.
 
-        Torch has 32 of them on a GPU, and hands them out in turn: two may be one.
+        Torch has a pool of 32 streams on a GPU and hands them out in turn, so two calls may return one stream.
 
         Raises:
-            RuntimeError: All of them are among the others.
+            RuntimeError: All streams of the pool are in `apart_from`.
         """
         taken = {stream.cuda_stream for stream in apart_from}
         for _ in range(_STREAMS):
@@ -205,7 +204,7 @@ class CudaDevice(Device):
         raise RuntimeError(f"all {_STREAMS} streams of {self.place} are in use: connect fewer pairs of ranks")
 
     def handle(self, stream: torch.cuda.Stream) -> int:
-        """Return a stream's address, for libraries that take it as a number; local."""
+        """Return the address of a stream, for NCCL; local."""
         return stream.cuda_stream
 
     def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -213,17 +212,17 @@ class CudaDevice(Device):
         return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event that is complete when all that `stream` was told so far is done; local."""
+        """Record an event behind the work in `stream` and return it; local."""
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Let what `stream` is told from now on begin after `event`; local, does not block."""
+        """Make later work in `stream` wait for `event`; local, does not block."""
         stream.wait_event(event)
 
     def is_complete(self, event: torch.cuda.Event) -> bool:
-        """Say whether an event is complete, without blocking."""
+        """Return True if an event is complete; local, does not block."""
         return bool(event.query())
 
     def block(self, event: torch.cuda.Event) -> None:
@@ -231,65 +230,63 @@ class CudaDevice(Device):
         event.synchronize()
 
     def mark(self) -> torch.cuda.Event:
-        """Note the time at which this device has done what the current stream was told so far; local."""
+        """Record a time stamp behind the work in the current stream and return it; local."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current_stream())
         return event
 
     def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        """Return the seconds between two marks; local, blocks this thread until the device has reached both."""
         first.synchronize()
         last.synchronize()
-        milliseconds: float = first.elapsed_time(last)
-        return milliseconds / 1e3
+        return float(first.elapsed_time(last)) / 1e3
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
+        """Keep the memory of another stream's tensor until the work in `stream` is done; local."""
         tensor.record_stream(stream)
 
     def synchronize(self) -> None:
-        """Block this thread until the device has done all that it was told; local."""
+        """Block this thread until all work of the device is done; local."""
         torch.cuda.synchronize(self.place)
 
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
+        """Allocate pinned CPU memory, for copies beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the GPU of a tensor of the CPU, for which this thread does not wait; local."""
+        """Return an asynchronous copy of a CPU tensor on the GPU; local."""
         pinned = self.pinned_empty(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(self.place, non_blocking=True)
 
     def random_state(self) -> Tensor:
-        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        """Return the state of the default generator, [bytes] of uint8 on the CPU; local."""
         return torch.cuda.get_rng_state(self.place)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Set the state of its default generator; local."""
+        """Set the state of the default generator; local."""
         torch.cuda.set_rng_state(state, self.place)
 
     def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Return the values of tensors of one element, with one wait for the device at most; local."""
-        values: list[float] = torch.stack([tensor.to(self.place) for tensor in tensors]).tolist()
-        return values
+        """Return the values of one-element tensors, with at most one wait for the device; local."""
+        return list(map(float, torch.stack([tensor.to(self.place) for tensor in tensors]).tolist()))
 
     def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
-        """Let the GPU fail if integers are not from 0 to `stop` - 1, when it comes to them; local."""
+        """Check on the GPU that integers are from 0 to `stop` - 1; local, asynchronous."""
         assert_later(((values >= 0) & (values < stop)).all(), f"expected numbers from 0 to {stop - 1}")
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": cache(Device), "cuda": cache(CudaDevice)}
-"""What each type of device is asked through."""
+"""Class of the interface for each type of device."""
 
 
 def device_at(place: torch.device) -> Device:
-    """Return the device at `place`; of a type that is not known here, one that computes at once; local."""
+    """Return the interface of a torch device; a synchronous one for unknown types; local."""
     return KINDS.get(place.type, Device)(place)
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this process sees, 0 without CUDA; local."""
+    """Return the number of GPUs that this process sees, 0 without CUDA; local."""
     return torch.cuda.device_count()
 
 
@@ -299,17 +296,17 @@ def current_gpu() -> int:
 
 
 def gpu_identity(index: int) -> str:
-    """Return a name of a GPU that is the same in every process that sees it, and no other GPU's; local."""
+    """Return the unique id of a GPU, the same in every process; local."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def peer_access(index: int, other: int) -> bool:
-    """Say whether a GPU can use the memory of another one that this process sees, without the CPU's; local."""
+    """Return True if a GPU can access the memory of another GPU directly; local."""
     return torch.cuda.can_device_access_peer(index, other)
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver, empty where that is not known; local, needs no GPU."""
+    """Return the version of NVIDIA's driver, empty if unknown; local, needs no GPU."""
     if not _DRIVER.exists():
         return ""
     words = _DRIVER.read_text().split()

@@ -1,8 +1,8 @@
-"""Sleeping until a number in shared memory changes, where the system can do that: Linux.
+"""Sleep until a number in shared memory changes, by the futex of Linux.
 
-A rank that polls takes the core from the rank that it waits for; a rank that naps wakes up late. The futex of the
-kernel (futex(2); Franke, Russell and Kirkwood 2002) avoids both, on memory that processes share. A sleep may end
-early, and ends in time if no rank wakes it.
+A rank that polls takes the core from the rank that it waits for; a rank that naps wakes up late. The kernel's futex
+(futex(2); Franke, Russell and Kirkwood 2002) avoids both, on memory that processes share. A sleep may end early,
+and ends at its time limit if no rank wakes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}
-"""Number of the system call on processors of 64 bits that keep the lower half of a number first."""
+"""Number of the system call, on 64-bit little-endian processors."""
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 
@@ -23,10 +23,10 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """Sleeps on 64-bit numbers; where the system has no futex, it only naps.
+    """Sleeps on an array of 64-bit numbers; without a futex it naps.
 
     Args:
-        address: Of the first number.
+        address: Address of the first number.
     """
 
     def __init__(self, address: int) -> None:
@@ -38,9 +38,9 @@ class Futex:
         """Sleep until `wake` is called for a number, unless the number has changed already; local.
 
         Args:
-            index: Which number, counted from the first one.
-            seen: What it was.
-            seconds: The longest time.
+            index: Index of the number.
+            seen: The number's value when the caller read it.
+            seconds: Time limit.
         """
         if self._call is None:
             time.sleep(min(seconds, 1e-4))

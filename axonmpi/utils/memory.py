@@ -1,8 +1,7 @@
-"""Memory that is fast to copy from and to.
+"""Large buffers in huge pages.
 
-Large flat tensors that live long, such as gradient buckets, lie in huge pages where the system offers them on
-request: numpy asks for them, torch's allocator does not. Copies are faster on huge pages, since far fewer addresses
-have to be translated.
+Numpy asks the system for huge pages, torch's allocator does not. Copies of long-lived flat tensors, such as
+gradient buckets, are faster on huge pages: far fewer addresses have to be translated.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return [numel] zeros; on the CPU in huge pages where the system has them; local."""
+    """Return [numel] zeros; on the CPU in huge pages if the system has them; local."""
     if not numel or (device is not None and device.type != "cpu"):
         return torch.zeros(numel, dtype=dtype, device=device)
     # numpy has fewer dtypes than torch, but bytes are bytes.

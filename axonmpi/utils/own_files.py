@@ -1,4 +1,4 @@
-"""Files and folders in places where other users can make names first: used once owner and type are known."""
+"""Files in folders that other users can write to, such as /dev/shm: opened only if owner and type are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file of this user; returns a file descriptor; local, never blocks.
+    """Open a regular file of this user; return a file descriptor; local, never blocks.
 
     Raises:
         OSError: There is none, or it is a link, another kind of file, or another user's.

@@ -1,11 +1,11 @@
-"""How a number of elements is cut into parts: integer arithmetic only.
+"""Partition of a number of elements, in integer arithmetic.
 
-Everything that is cut in this package, a tensor scattered over ranks or gradients packed into buckets, is
-cut by the functions here, so that all ranks, and sender and receiver, agree without asking each other.
+A tensor scattered over ranks and gradients packed into buckets are partitioned by these functions alone, so all
+ranks, and sender and receiver, compute the same sizes without communication.
 
-    split_sizes(10, 4)              (3, 3, 2, 2)                      what torch.tensor_split does
+    split_sizes(10, 4)              (3, 3, 2, 2)                      as torch.tensor_split
     split_bounds(10, 4)             ((0, 3), (3, 6), (6, 8), (8, 10))
-    split_range(10, 4, 1)           (3, 6)                            one of these, however many there are
+    split_range(10, 4, 1)           (3, 6)                            the second of these, at constant cost
     bucket_by_size([3, 2, 9, 1], 5) [[0, 1], [2], [3]]                in order, nothing dropped
 """
 
@@ -37,14 +37,14 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 
 def split_bounds(total: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Return where each part of `split_sizes` begins and ends.
+    """Return the bounds of each part of `split_sizes`.
 
     Args:
         total: Number of elements, at least 0.
         parts: Number of parts, at least 1.
 
     Returns:
-        `parts` pairs `(start, stop)`, in elements, end to end from 0 to `total`.
+        `parts` pairs `(start, stop)`, in elements, without gaps from 0 to `total`.
 
     Raises:
         ValueError: `total` is negative or `parts` is below 1.
@@ -54,7 +54,7 @@ def split_bounds(total: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def split_range(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return where one part of `split_sizes` begins and ends, without the others.
+    """Return the bounds of one part of `split_sizes`, without computing the others.
 
     Args:
         total: Number of elements, at least 0.
@@ -72,16 +72,14 @@ def split_range(total: int, parts: int, index: int) -> tuple[int, int]:
 def bucket_by_size(sizes: Iterable[int], capacity: int) -> list[list[int]]:
     """Pack items into buckets in their order: an item opens a new bucket when the last one cannot take it.
 
-    An item larger than `capacity` gets a bucket of its own, so nothing is ever dropped; an item of size 0
-    goes with the item before it where that fits.
+    An item larger than `capacity` gets a bucket of its own; an item of size 0 joins the bucket before it.
 
     Args:
         sizes: Size of each item, at least 0, in the unit of `capacity`.
-        capacity: What a bucket holds, at least 1.
+        capacity: Size of a bucket, at least 1.
 
     Returns:
-        The buckets, each a list of positions in `sizes`; none is empty, and end to end they are
-        `0, 1, 2, …`.
+        The buckets, each a list of indices of `sizes`; none is empty, and concatenated they are `0, 1, 2, …`.
 
     Raises:
         ValueError: `capacity` is below 1 or a size is negative.

@@ -1,4 +1,4 @@
-"""Waiting until the reader of a pipe, such as this process's launcher, has read everything."""
+"""Waiting for the reader of a pipe, such as the launcher that reads a rank's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system knows of a process of this machine: whether it runs, is stopped, has ended; read from /proc."""
+"""Processes of this machine, as /proc shows them: state, parent, start time, mapped files."""
 
 from __future__ import annotations
 
@@ -10,50 +10,36 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """A process at one moment.
+    """A process that has not ended, at one moment.
 
     Attributes:
-        number: Its process number.
-        state: A letter, as `ps` shows it: `R`, `S` and `D` live, `T` is stopped, `Z` and `X` have ended.
-        parent: The number of its parent.
-        started: When it has started, in ticks since the machine has: a number is given to another process later.
-        ticks: Processor time that it has used.
+        state: A letter, as `ps` shows it: `T` is stopped by a signal such as SIGSTOP, `t` is stopped by a debugger.
+        parent: Process number of the parent.
+        started: Start time, in clock ticks since the machine started; tells apart two processes with one number.
     """
 
-    number: int
     state: str
     parent: int
     started: int
-    ticks: int
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it runs no more; a zombie does not."""
-        return self.state in "ZX"
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, such as SIGSTOP; a debugger's stop is another state."""
-        return self.state == "T"
 
 
 def process(number: int) -> Process | None:
-    """Return what the system knows of a process; None if it knows none of that number; local."""
+    """Return the process with a number; None if it has ended, zombies included, or never was; local."""
     try:
         text = Path(f"/proc/{number}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    words = text.rpartition(")")[2].split()  # its name may have anything in it
-    return Process(number, words[0], int(words[1]), int(words[19]), int(words[11]) + int(words[12]))
+    words = text.rpartition(")")[2].split()  # the program's name may have any character
+    return None if words[0] in "ZX" else Process(words[0], int(words[1]), int(words[19]))
 
 
 def age(started: int) -> float:
-    """Return how many seconds ago a process has started, from its `started`; local."""
+    """Return the seconds since the start of a process, from its `started`; local."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def traced_by(number: int) -> int:
-    """Return the number of the debugger that a process is in, 0 if there is none; local."""
+    """Return the process number of a process's debugger, 0 without one; local."""
     try:
         status = Path(f"/proc/{number}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -63,8 +49,21 @@ def traced_by(number: int) -> int:
 
 
 def namespace() -> int:
-    """Return what tells whether two processes know each other by the same numbers, 0 if it is unknown; local."""
+    """Return the id of this process's PID namespace, 0 if unknown; local.
+
+    Process numbers mean the same only to processes of one namespace.
+    """
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def mapped_files() -> dict[Path, int]:
+    """Return the files that this process has mapped, with their inodes; empty without /proc; local."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    fields = [line.split(maxsplit=5) for line in lines if line.count("/")]
+    return {Path(path): int(inode) for *_, inode, path in fields}

@@ -1,4 +1,4 @@
-"""Numbers, ranks and tables in words, as messages and reports show them."""
+"""Ranks, numbers and tables as text, for messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 MAX_LISTED = 16
-"""How many numbers messages show one by one."""
+"""The longest list of numbers that a message shows in full."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 2" or "ranks 0, 2", many ranks as "ranks 0-511, 520"; local."""
+    """Return "rank 2" or "ranks 0, 2", and many ranks as "ranks 0-511, 520"; local."""
     ordered = sorted(ranks)
     if len(ordered) > MAX_LISTED:
         return f"ranks {in_ranges(ordered, ', ', MAX_LISTED)}"
@@ -42,10 +42,10 @@ def lines_of_ranks(ranks_of: Iterable[tuple[str, Sequence[int]]]) -> str:
 
 
 def first_difference(lists: Sequence[Sequence[str]]) -> str:
-    """Return a line for each text in the first place where the ranks' lists differ; empty if they do not; local.
+    """Return a line for each text at the first index at which the ranks' lists differ; empty if none does; local.
 
     Args:
-        lists: One a rank.
+        lists: Texts of each rank.
     """
     for texts in zip_longest(*lists, fillvalue="no further one"):
         if len(set(texts)) > 1:
@@ -54,13 +54,13 @@ def first_difference(lists: Sequence[Sequence[str]]) -> str:
 
 
 def text_of_problems(problems: Sequence[str]) -> str:
-    """Return what to raise on all ranks; empty if no rank has a problem; local.
+    """Return the message of an error that all ranks raise; empty if no rank has a problem; local.
 
     Args:
-        problems: One a rank, empty where a rank has none.
+        problems: Problem of each rank, empty for none.
 
     Returns:
-        The problem itself where all ranks have the same one, else a line for each, which names its ranks.
+        The problem if all ranks have the same one, else a line for each problem, which names its ranks.
     """
     found = ranks_by_text({rank: problem for rank, problem in enumerate(problems) if problem})
     if len(set(problems)) == 1:
@@ -72,7 +72,7 @@ def counted(number: int, word: str, words: str = "") -> str:
     """Return "1 rank" or "4 ranks"; local.
 
     Args:
-        number: How many.
+        number: The number.
         word: The noun.
         words: Its plural, if that is not `word` and an s.
     """
@@ -80,7 +80,7 @@ def counted(number: int, word: str, words: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that a terminal obeys, such as escape sequences; lines stay; local."""
+    """Escape the control characters of a text, such as terminal sequences, except line ends; local."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode("ascii")
         for letter in text
@@ -91,9 +91,9 @@ def in_ranges(numbers: Sequence[int], separator: str = " ", most: int | None = N
     """Return ascending numbers as "0-3 8-11 16"; local.
 
     Args:
-        numbers: The numbers.
+        numbers: Numbers in ascending order.
         separator: The text between two ranges.
-        most: The largest number of ranges to show; dots stand for the middle ones of more.
+        most: The largest number of ranges to show; dots replace the ranges in the middle.
     """
     ranges: list[list[int]] = []
     for number in numbers:
@@ -111,8 +111,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str
     """Return the rows of a table as lines with columns of equal width; local.
 
     Args:
-        rows: Rows with the same number of texts.
-        left: Numbers of the columns that are aligned on the left; the others are aligned on the right.
+        rows: Rows of the same length.
+        left: Indices of the columns to align on the left; the others are aligned on the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

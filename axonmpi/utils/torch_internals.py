@@ -1,4 +1,4 @@
-"""All that this package uses of torch without a public name; tested on torch 2.11 and 2.13."""
+"""Private names of torch that this package uses; tested on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -20,51 +20,47 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have a function called when the backward that runs now has done all its nodes; local."""
+    """Call a function at the end of the backward that runs now; local."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Let a device fail when it comes to a condition that is false, without this thread waiting for it; local.
+    """Check a condition on the device, asynchronously: it fails if the condition is false; local.
 
     Args:
         condition: [] bool.
-        message: What the device prints.
+        message: Text that the device prints.
     """
     torch._assert_async(condition, message)
 
 
 def backward_number() -> int:
     """Return the number of the backward that the calling thread runs, -1 if it runs none; local."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Say whether the calling thread runs a backward; local."""
+    """Return True if the calling thread runs a backward; local."""
     return backward_number() != -1
 
 
 def engine_runs(node: Node) -> bool:
-    """Say whether the backward that runs now will execute a node; local.
+    """Return True if the backward that runs now will execute a node; local.
 
     Raises:
         RuntimeError: No backward runs, or it is a `torch.autograd.grad` that was asked for this very leaf.
     """
-    runs: bool = torch._C._will_engine_execute_node(node)
-    return runs
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def next_sequence_number() -> int:
     """Return the number that the next node of autograd's graph in this thread will have; local."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def sequence_number(node: Node) -> int:
     """Return the number of a node of autograd's graph, which grows in the order in which nodes are made; local."""
-    number: int = node._sequence_nr()
-    return number
+    return int(node._sequence_nr())
 
 
 def set_version(tensor: Tensor, version: int) -> None:
@@ -90,7 +86,7 @@ def skip_in_compile(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     skip = _eval_frame._FrameAction.SKIP
     strategy = _eval_frame._FrameExecStrategy(skip, skip)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function.__dict__["_torchdynamo_disable"] = True  # by which callers that are being traced know it
+    function.__dict__["_torchdynamo_disable"] = True  # read by callers that are being traced
     return function
 
 

@@ -1,4 +1,4 @@
-"""Waiting without taking the core from threads that compute."""
+"""Waits that leave the core to threads that compute."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 YIELDS = 10
 """Number of yields before the first nap."""
 REQUEST_YIELDS = 1000
-"""How often a rank yields while other ranks, which outnumber the cores, have to run first."""
+"""Number of yields before the first nap if ranks outnumber the cores."""
 NAP_SECONDS = 1e-4
 NAP_BESIDE_SECONDS = 5e-4
-"""Of a thread that communicates while others compute: each look takes a core from them."""
+"""Length of a nap beside a computation: each poll takes a core from it."""
 
 
 class _Thread(threading.local):
-    waiters: set[int] | None = None  # of the class, since looking for what a thread lacks takes ten times as long
+    waiters: set[int] | None = None  # a class attribute: AttributeError on a new thread takes ten times as long
 
 
 _thread = _Thread()
 
 
 class Backoff:
-    """Waiting between two looks at what other ranks, processes or the network do: yields the core, then naps.
+    """Pause between two polls: yields the core first, then naps.
 
-    A nap is a tenth of the time waited so far, within limits.
+    A nap takes a tenth of the time waited so far, within limits.
 
     Args:
-        yields: How often the core is yielded before the first nap.
+        yields: Number of yields before the first nap.
         shortest: Seconds of the shortest nap.
-        longest: Seconds of the longest; `shortest` if not given.
+        longest: Seconds of the longest nap; `shortest` if None.
     """
 
     def __init__(self, yields: int = 0, shortest: float = NAP_SECONDS, longest: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Backoff:
         self._began = 0.0
 
     def rest(self) -> None:
-        """Wait before the next look; local."""
+        """Pause before the next poll; local."""
         if self._left > 0:
             self._left -= 1
             os.sched_yield()
@@ -53,21 +53,21 @@ class Backoff:
         time.sleep(min(max((time.monotonic() - self._began) / 10, self._shortest), self._longest))
 
     def reset(self) -> None:
-        """Begin anew: what was waited for has come; local."""
+        """Restart with yields, for the next wait; local."""
         self._left = self._yields
         self._began = 0.0
 
 
 def wait_until(ready: Callable[[], object], backoff: Backoff, limit: float | None = None) -> bool:
-    """Look again and again whether `ready()` is true; local.
+    """Poll `ready()` until it returns true; local.
 
     Args:
-        ready: Called once at least.
-        backoff: How to wait between two looks.
-        limit: Seconds; None waits as long as it takes.
+        ready: Function to poll, at least once.
+        backoff: Pauses between two polls.
+        limit: Time limit in seconds; None waits without limit.
 
     Returns:
-        Whether it became true in time.
+        False if the time limit was reached first.
     """
     deadline = None if limit is None else time.monotonic() + limit
     while not ready():
@@ -78,11 +78,13 @@ def wait_until(ready: Callable[[], object], backoff: Backoff, limit: float | Non
 
 
 class RequestWaiter:
-    """Waiting for MPI's requests: MPI polls, which takes a core from computation, or from the awaited rank itself.
+    """Waits for MPI requests that leave the core to computation and to the awaited ranks.
+
+    MPI itself polls without a pause.
 
     Args:
         request: The class `mpi4py.MPI.Request`.
-        oversubscribed: Whether ranks outnumber the cores anywhere.
+        oversubscribed: True if ranks outnumber the cores on any node.
     """
 
     def __init__(self, request: Any, *, oversubscribed: bool) -> None:
@@ -90,7 +92,7 @@ class RequestWaiter:
         self._oversubscribed = oversubscribed
 
     def wait(self, *requests: Any) -> None:
-        """Wait for all of them: asleep most of the time beside a computation, yielding among many ranks; local."""
+        """Wait for all requests: mostly asleep beside a computation, yielding if oversubscribed; local."""
         beside = is_beside_computation()
         if not beside and not self._oversubscribed:
             self._request.Waitall(requests)
@@ -100,26 +102,27 @@ class RequestWaiter:
         # After a yield to a thread that computes, the core comes back after milliseconds; after a nap, at once.
         backoff = Backoff(0 if beside else REQUEST_YIELDS)
         while not self._request.Testall(requests):
-            if beside and not is_beside_computation():  # the computation is over, and waits for this
+            if beside and not is_beside_computation():  # the computation is over and waits for these requests
                 self.wait(*requests)
                 return
             backoff.rest()
 
 
 def network_backoff() -> Backoff:
-    """Return a Backoff for what the network brings; local."""
+    """Return a Backoff for waits for the network; local."""
     return Backoff(0, NAP_BESIDE_SECONDS) if is_beside_computation() else Backoff(YIELDS)
 
 
 def is_beside_computation() -> bool:
-    """Say whether the calling thread communicates while others of its rank compute, or may; local."""
+    """Return True if another thread of this rank may compute while the calling thread communicates; local."""
     return _thread.waiters is not None and not _thread.waiters
 
 
 def compute_beside(waiters: set[int]) -> None:
-    """Take note that other threads of this rank compute while the calling one communicates; local.
+    """Declare that other threads of this rank compute while the calling thread communicates; local.
 
     Args:
-        waiters: Those of them that wait for the calling one, as long as they do: then none is held up by it.
+        waiters: Ids of the threads that wait for the calling thread, kept up to date by the caller; empty while the
+            main thread may be computing.
     """
     _thread.waiters = waiters

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from ..errors import CollectiveTimeoutError
 from ..groups.process_group import ProcessGroup
-from ..launch.settings import debugs
+from ..launch.user_variables import debugs
 from ..utils.text import counted
 from ..utils.torch_internals import sequence_number
 from .autograd import accumulates_into, leaf_below, tensors_in

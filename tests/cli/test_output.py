@@ -18,7 +18,7 @@ from helpers.limits import limit
 
 from axonmpi.cli import main
 from axonmpi.launch import exit as exits
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 from axonmpi.testing import launch
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 

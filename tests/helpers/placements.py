@@ -25,7 +25,7 @@ from torch import Tensor
 from axonmpi import MpiBackend, ProcessGroup, World
 from axonmpi.backends.connection.connection import Sizes
 from axonmpi.backends.tuning import CHUNK_BYTES, SLICE_BYTES, replicated_bytes
-from axonmpi.launch.variables import launched_ranks
+from axonmpi.launch.launcher_variables import launched_ranks
 from helpers.collective_checks import Watched
 
 REAL = pytest.mark.skipif(launched_ranks() < 2, reason="about memory that processes share: needs an mpirun")

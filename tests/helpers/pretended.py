@@ -230,7 +230,7 @@ def pretended_world(sizes: list[int]) -> Iterator[None]:
     """Let worlds that are made within the context have nodes of so many ranks, the first of them the real one."""
     mpi = start_mpi()
     real = mpi.COMM_WORLD
-    exits.meet_on(real)  # real ranks wait for each other at the end
+    exits.set_end_communicator(real)  # real ranks wait for each other at the end
     node_of = np.repeat(np.arange(len(sizes)), sizes)
     world = PretendedComm(mpi, real, node_of, np.arange(len(node_of)), real.rank)
     claimed = {name: str(world.size) for name in _SIZES if name in os.environ}

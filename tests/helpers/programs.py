@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 
 from .limits import limit
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers.limits import limit
 
-from axonmpi.launch.variables import detect_launchers, without_launcher_variables
+from axonmpi.launch.launcher_variables import detect_launchers, without_launcher_variables
 from axonmpi.testing import launcher
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 from axonmpi.utils.waiting import Backoff, wait_until

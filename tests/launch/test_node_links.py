@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch import node_calls
-from axonmpi.launch.node_calls import Place, listen, meet
+from axonmpi.launch import authentication
+from axonmpi.launch.authentication import NodeAddress, accept_and_connect, listen
 from axonmpi.launch.node_links import Link, LinkState
-from axonmpi.observe import neighbours
+from axonmpi.observe import node_monitor
 from axonmpi.utils.waiting import Backoff, wait_until
 
 SECRET = "5a" * 16
@@ -19,7 +19,7 @@ UNREACHABLE = "127.255.255.254"
 """An address where nobody listens."""
 
 
-def place(listener: socket.socket, **other) -> Place:
+def address_of(listener: socket.socket, **other) -> NodeAddress:
     known = {
         "rank": 1,
         "host": "n2",
@@ -28,17 +28,17 @@ def place(listener: socket.socket, **other) -> Place:
         "port": listener.getsockname()[1],
         "secret": SECRET,
     }
-    return Place(**{**known, **other})
+    return NodeAddress(**{**known, **other})
 
 
 @pytest.fixture
 def ends():
     """Both ends of a connection."""
     with listen() as listener, ThreadPoolExecutor() as pool:
-        answered = pool.submit(meet, listener, SECRET, None, limit(5))
-        called = meet(listener, "", place(listener), limit(5))[1]
+        answered = pool.submit(accept_and_connect, listener, SECRET, None, limit(5))
+        called = accept_and_connect(listener, "", address_of(listener), limit(5))[1]
         caller = answered.result()[0]
-        whole = place(listener)
+        whole = address_of(listener)
     with caller, called:
         yield Link(caller, whole), Link(called, whole)
 
@@ -68,11 +68,11 @@ def test_the_first_cause_is_kept(ends) -> None:
 
 def test_a_stranger_is_not_let_in_and_nobody_answers_where_nobody_is() -> None:
     with listen() as listener, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meet, listener, SECRET, None, 0.5)
-        assert meet(listener, "", place(listener, secret="00" * 16), 0.2) == (None, None)
+        waiting = pool.submit(accept_and_connect, listener, SECRET, None, 0.5)
+        assert accept_and_connect(listener, "", address_of(listener, secret="00" * 16), 0.2) == (None, None)
         assert waiting.result() == (None, None)
-        nowhere = place(listener)
-    assert meet(listener, "", nowhere, 0.2) == (None, None)
+        nowhere = address_of(listener)
+    assert accept_and_connect(listener, "", nowhere, 0.2) == (None, None)
 
 
 def silent(address: tuple[str, int]) -> list[socket.socket]:
@@ -95,10 +95,10 @@ def garbage(address: tuple[str, int]) -> list[socket.socket]:
 @pytest.mark.parametrize("come", [silent, crowd, garbage])
 def test_strangers_that_come_first_do_not_keep_the_caller_out(come) -> None:
     with listen() as listener, ThreadPoolExecutor() as pool, ExitStack() as stack:
-        waiting = pool.submit(meet, listener, SECRET, None, limit(5))
+        waiting = pool.submit(accept_and_connect, listener, SECRET, None, limit(5))
         for stranger in come(("127.0.0.1", listener.getsockname()[1])):
             stack.enter_context(stranger)
-        called = meet(listener, "", place(listener), limit(5))[1]
+        called = accept_and_connect(listener, "", address_of(listener), limit(5))[1]
         caller = waiting.result()[0]
         with called, caller:
             called.sendall(b"here")
@@ -107,17 +107,17 @@ def test_strangers_that_come_first_do_not_keep_the_caller_out(come) -> None:
 
 def test_a_call_in_parts_is_heard() -> None:
     with listen() as listener, ThreadPoolExecutor() as pool, socket.socket() as caller:
-        waiting = pool.submit(meet, listener, SECRET, None, limit(5))
+        waiting = pool.submit(accept_and_connect, listener, SECRET, None, limit(5))
         caller.connect(("127.0.0.1", listener.getsockname()[1]))
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        talk = node_calls._prove_caller(bytes.fromhex(SECRET), "127.0.0.1")
+        talk = authentication._prove_caller(bytes.fromhex(SECRET), "127.0.0.1")
         sent, wanted = next(talk)
         for byte in sent:
             caller.send(bytes([byte]))
         proof, wanted = talk.send(caller.recv(wanted, socket.MSG_WAITALL))
         for byte in proof:
             caller.send(bytes([byte]))
-        assert caller.recv(wanted) == node_calls._YES
+        assert caller.recv(wanted) == authentication._YES
         waiting.result()[0].close()
 
 
@@ -125,9 +125,9 @@ def test_a_stranger_that_listens_is_not_told_the_secret_and_cannot_pass_a_proof_
     """The stranger has an address of the other node, and relays to the rank itself."""
     received = b""
     with listen() as listener, socket.create_server(("127.0.0.2", 0)) as trap, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meet, listener, SECRET, None, 1.0)
-        told = place(listener, addresses=["127.0.0.2"], port=trap.getsockname()[1])
-        calling = pool.submit(meet, listener, "", told, 1.0)
+        waiting = pool.submit(accept_and_connect, listener, SECRET, None, 1.0)
+        told = address_of(listener, addresses=["127.0.0.2"], port=trap.getsockname()[1])
+        calling = pool.submit(accept_and_connect, listener, "", told, 1.0)
         victim, _ = trap.accept()
         with victim, socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as relay:
             received += victim.recv(4096)
@@ -143,8 +143,8 @@ def test_a_stranger_that_listens_is_not_told_the_secret_and_cannot_pass_a_proof_
 def watched(ends, monkeypatch):
     """A watchdog's view of a link, the link, and what is printed."""
     printed: list[str] = []
-    monkeypatch.setattr(neighbours, "links", lambda: [ends[0]])
-    return neighbours.Neighbours("n1", printed.append), ends[0], printed
+    monkeypatch.setattr(node_monitor, "links", lambda: [ends[0]])
+    return node_monitor.NodeMonitor("n1", printed.append), ends[0], printed
 
 
 def rank_that(waits: bool) -> SimpleNamespace:
@@ -160,9 +160,9 @@ def rank_that(waits: bool) -> SimpleNamespace:
 )
 def test_a_job_ends_only_where_all_ranks_wait(ends, watched, ranks, ends_job) -> None:
     seen, link, printed = watched
-    standings = {rank: rank_that(waits) for rank, waits in enumerate(ranks)}
+    states = {rank: rank_that(waits) for rank, waits in enumerate(ranks)}
     seen.look(0.5)
-    assert seen.in_vain(standings) == ""
+    assert seen.reason_to_end(states) == ""
     ends[1].drop()
     settled(link)
     link.state = LinkState.OPEN  # seen by the watchdog, not by this test
@@ -171,7 +171,7 @@ def test_a_job_ends_only_where_all_ranks_wait(ends, watched, ranks, ends_job) ->
     cause = "rank 1 on n2 has ended, or was ended, before the end of its program"
     assert printed == [f"axonmpi: {cause}"]
     expected = f"{cause} while ranks 0, 1 wait in all_reduce(float32 [4], SUM)" if ends_job else ""
-    assert seen.in_vain(standings) == expected
+    assert seen.reason_to_end(states) == expected
 
 
 def test_a_node_that_answers_again_is_no_alarm(watched) -> None:
@@ -179,7 +179,7 @@ def test_a_node_that_answers_again_is_no_alarm(watched) -> None:
     link.state = LinkState.LOST
     for _ in range(4):
         seen.look(0.5)
-    assert seen.in_vain({0: rank_that(True)}) == ""
+    assert seen.reason_to_end({0: rank_that(True)}) == ""
     assert printed == [
         "axonmpi: the link from node n1 to node n2 (ranks 1, 2) is lost",
         "axonmpi: node n2 answers again, and the job goes on",

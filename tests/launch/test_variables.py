@@ -6,15 +6,16 @@ import pytest
 
 from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol, check_room
 from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
-from axonmpi.launch.settings import settings_for_mpi, user_threads
-from axonmpi.launch.variables import (
+from axonmpi.launch.launcher_variables import (
     PARENT_RANK,
     child_environment,
     detect_launchers,
     launched_ranks,
     parent_rank,
+    variables_for_mpi,
     without_launcher_variables,
 )
+from axonmpi.launch.user_variables import user_threads
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -307,7 +308,7 @@ OF_THE_USER = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": 
     ],
 )
 def test_settings_before_mpi_starts(env, cores, expected):
-    assert settings_for_mpi(env, cores, "") == expected
+    assert variables_for_mpi(env, cores, "") == expected
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_settings_before_mpi_starts(env, cores, expected):
 )
 def test_mpich_uses_ofi_where_srun_cannot_carry_the_addresses_of_ucx(env, devices, chosen):
     description = f"MPICH Version:      5.0.2\nMPICH Device:       ch4:{devices}\n"
-    assert settings_for_mpi(env, 8, description).get("MPIR_CVAR_CH4_NETMOD") == chosen
+    assert variables_for_mpi(env, 8, description).get("MPIR_CVAR_CH4_NETMOD") == chosen
 
 
 def test_a_childs_environment_names_its_rank(monkeypatch):

@@ -64,8 +64,7 @@ def test_a_job_that_does_not_end_is_ended_with_its_children(mpirun):
 
 
 def has_ended(number):
-    found = process(number)
-    return found is None or found.has_ended
+    return process(number) is None
 
 
 def test_processes_left_behind_are_named_and_killed_and_an_exit_code_is_reported(mpirun, monkeypatch):

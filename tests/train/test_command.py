@@ -12,7 +12,7 @@ from helpers.plain_training import metrics_in, plain_run
 import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.launch.variables import Launcher
+from axonmpi.launch.launcher_variables import Launcher
 from axonmpi.train import Config, trainer
 
 SMALL = [
@@ -293,7 +293,7 @@ OTHER_FLAGS_ON_RANK_1 = """
 import sys
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.launch.variables import detect_launchers
+from axonmpi.launch.launcher_variables import detect_launchers
 
 train._on_several_nodes = lambda: True
 flags = sys.argv[1:] if detect_launchers()[0].rank == 1 else []

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
-from ...observe import last_words
+from ...observe import describe_process
 from ...utils.processes import process
 from ...utils.text import name_ranks
 from ...utils.waiting import Backoff
@@ -188,7 +188,7 @@ class NodeBarrier:
         number = self._processes[peer]
         if number is None or _is_alive(number):
             return ""
-        did = last_words(number)
+        did = describe_process(number)
         return f"has ended (process {number}{f': {did}' if did else ''})"
 
     def _raise_failed(self, peer: int, how: str, what: object) -> NoReturn:
@@ -205,5 +205,4 @@ class NodeBarrier:
 
 
 def _is_alive(number: int) -> bool:
-    found = process(number)
-    return found is not None and not found.has_ended
+    return process(number) is not None

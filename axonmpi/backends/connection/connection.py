@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...launch.settings import adds_in_order, pretended_node, wants_shared_memory
+from ...launch.user_variables import adds_in_order, pretended_node, wants_shared_memory
 from ...types import ReduceOp
 from ...utils.cache import BoundedCache
 from ...utils.memory import flat_zeros

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from ...launch.settings import pretended_node
+from ...launch.user_variables import pretended_node
 from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
 from ..buffers import copy_message, copy_of

@@ -20,11 +20,11 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import CommunicatorError
-from ...launch import board
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
-from ...observe import still_under_way
+from ...observe import unfinished_operation
+from ...record import own_record
 from ...types import Seconds, Work
 from ...utils.partition import split_range
 from ...utils.waiting import RequestWaiter
@@ -59,7 +59,7 @@ def _close_all() -> None:
         CommunicatorError: An operation is under way.
     """
     stopped = [backend.stop_worker(timeout=4.0) for backend in list(_live)]
-    if (text := still_under_way()) or not all(stopped):
+    if (text := unfinished_operation()) or not all(stopped):
         raise CommunicatorError(text or "an asynchronous operation was still under way when the program ended")
     for backend in list(_live):
         backend.invalidate("the program has ended, and MPI with it")
@@ -147,7 +147,7 @@ class MpiBackend(Backend):
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             identity = _identity(self._mpi, self.mpi_comm)
             gives_up = timeout is not None and self.allows_threads
-            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=gives_up)
+            self.notes = own_record().join(rank, self.size, *identity, gives_up=gives_up)
             self._waiter = RequestWaiter(self._mpi.Request, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)

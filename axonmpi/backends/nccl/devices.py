@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import NcclError
-from ...launch.settings import gpu_variables, shares_gpus
 from ...launch.topology import Topology
+from ...launch.user_variables import gpu_variables, shares_gpus
 from ...utils.device import gpu_count, gpu_identity
 from ...utils.text import counted, lines_of_ranks, ranks_by_text
 from . import library

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import AxonmpiError, CommunicatorError
-from ...launch.settings import debugs
+from ...launch.user_variables import debugs
 from ...types import ReduceOp, Work
 from ...utils.arguments import check_flags
 from ...utils.device import Device, device_at

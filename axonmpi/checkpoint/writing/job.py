@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
-from ...launch.settings import writes_by_mpi
+from ...launch.user_variables import writes_by_mpi
 from ...utils.text import text_of_problems
 from ..files.checksums import BlockSums, combined
 from ..files.folders import finish, locked, partial_of, prepare

@@ -14,7 +14,7 @@ from typing import Any
 from ...comm import destroy_process_group, init_process_group
 from ...errors import LaunchError
 from ...groups.world import World
-from ...launch.variables import launched_ranks
+from ...launch.launcher_variables import launched_ranks
 from ...testing.launcher import LaunchResult, launch
 from ...testing.mpirun import find_mpirun
 from ...utils.device import gpu_count

@@ -16,7 +16,7 @@ import torch
 from ...comm import all_reduce
 from ...groups.world import World
 from ...launch import start as runtime
-from ...launch.page import GroupLog, NoLog
+from ...record import GroupLog, NoLog
 from ...utils.text import aligned
 from .timing import count_cores, interleave
 

@@ -20,8 +20,8 @@ from importlib import metadata
 from ...errors import LaunchError
 from ...launch import start as runtime
 from ...launch.check import MpiLibrary
+from ...launch.launcher_variables import Launcher, detect_launchers
 from ...launch.start import Started
-from ...launch.variables import Launcher, detect_launchers
 from ...utils.text import counted
 from .. import parse_arguments
 from .findings import Finding, as_json, as_text, problem_of
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parse_arguments(parser, argv)
     report = _examine()
-    if runtime.speaks_of_launch():
+    if runtime.reports_launch_errors():
         sys.stdout.write(as_json(report) + "\n" if options.json else as_text(report))
         sys.stdout.flush()
     return int(bool(problem_of(report)))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...backends import Backend, MpiBackend, path_of, remedy
-from ...launch.settings import pretended_node, wants_shared_memory
 from ...launch.start import Started
+from ...launch.user_variables import pretended_node, wants_shared_memory
 from ...utils.text import counted
 from .findings import Finding
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...launch.board import enter_phase
-from ...launch.page import Phase
+from ...record import Phase, enter_phase
 from ...utils.device import device_at
 from ..randomness import RandomStream, undisturbed
 from ..schedule.actions import Action, ActionKind, Schedule

@@ -81,8 +81,8 @@ def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Head
     if len({(header.mode, header.num_microbatches, header.shares) for header in headers}) > 1:
         sync = "" if own.shares else " within no_sync()"
         step = f"{Mode(own.mode).name.lower()}{sync}, num_microbatches={own.num_microbatches}"
-        problem = "the ranks of the pipeline make different steps"
-        same_on_all_ranks(backend, [step], problem, "Make the same steps on all.")
+        different = "the ranks of the pipeline make different steps"
+        same_on_all_ranks(backend, [step], different, "Make the same steps on all.")
     samples, targets = (max(sizes) for sizes in zip(*((h.samples, h.targets) for h in headers), strict=True))
     if targets not in (_NONE, samples):
         raise ValueError(

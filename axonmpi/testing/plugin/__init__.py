@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ...launch.variables import launched_ranks
+from ...launch.launcher_variables import launched_ranks
 from .markers import (
     RANK_COUNT,
     parametrize_by_ranks,

@@ -27,9 +27,9 @@ import _pytest
 import pluggy
 import pytest
 
-from ...launch.board import own_page
 from ...launch.exit import end_job
-from ...observe import Condition, pages_of, stacks_of
+from ...observe import Condition, records_of, stacks_of
+from ...record import own_record
 from ...utils import waiting
 from ...utils.pipes import wait_until_read
 from ...utils.waiting import Backoff, wait_until
@@ -80,7 +80,7 @@ class Monitor:
         self._output = output
         self._earlier = earlier
         # Without /dev/shm there is no record and no job's name: then each rank is the first.
-        page = own_page()
+        page = own_record()
         self._job = str(page.identity.get("job", secrets.token_hex(4)))
         self._file = None if page.path is None else page.path.with_name(f"{self._job}-node.reports")
         self._limits: list[_Limit] = []
@@ -126,7 +126,7 @@ class Monitor:
         first = next(iter(self._reports()), own)
         if first.rank != self._rank and self._stop.wait(_OTHERS_SECONDS):
             return
-        pages = pages_of(self._job)
+        pages = records_of(self._job)
         stacks = {rank: _of_the_test(text) for rank, text in stacks_of(pages, limit=_ANSWER_SECONDS).items()}
         expected = {page.rank for page in pages if page.condition() is Condition.LIVES}
         wait_until(lambda: expected <= {each.rank for each in self._reports()}, Backoff(0, 0.02), _ANSWER_SECONDS)

@@ -17,7 +17,7 @@ import pytest
 
 from ...groups.process_group import ProcessGroup
 from ...groups.world import World, current_world, set_process_world
-from ...launch.variables import launched_ranks
+from ...launch.launcher_variables import launched_ranks
 from ...observe import write_to
 from ..merged_texts import merge_texts
 from .markers import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks

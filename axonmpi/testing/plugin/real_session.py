@@ -20,7 +20,7 @@ from ... import comm
 from ...backends import MpiBackend
 from ...errors import CommunicatorError, LaunchError
 from ...groups.world import World
-from ...launch.exit import end_job, end_together
+from ...launch.exit import end_job, expect_common_end
 from .markers import positive_seconds
 from .monitor import Monitor
 from .verdict_channel import SessionStoppedError, VerdictChannel
@@ -101,7 +101,7 @@ class RealSession:
             self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
                 self._channel.agree("end of MPI", None, lambda given: None)
-                end_together()
+                expect_common_end()
         self._monitor.stop()
         if not self.stopped:
             self._channel.comm.Free()

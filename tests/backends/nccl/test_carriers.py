@@ -8,7 +8,7 @@ from helpers import nccl_double
 
 from axonmpi import CollectiveMismatchError, CommunicatorError, NcclBackend, World
 from axonmpi.backends.nccl import library
-from axonmpi.launch import board
+from axonmpi.record import files
 
 pytestmark = pytest.mark.ranks(2)
 META = torch.device("meta")
@@ -61,7 +61,7 @@ def test_tensors_go_by_where_they_are_and_barriers_by_the_cpus(world: World) -> 
 
 def test_the_record_of_a_rank_has_both(world: World) -> None:
     host = world.default_group.backend
-    host.notes = board.own_page().join(world.rank, 2, 70 + world.rank)
+    host.notes = files.own_record().join(world.rank, 2, 70 + world.rank)
     for device in (META, "cpu"):
         backend_of(world).all_reduce(torch.ones(3, device=device))
     assert host.notes.count == 2

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 from axonmpi.testing import launch
 
 PRELUDE = """

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import torch
 import axonmpi as ax
-from axonmpi.launch.variables import (
+from axonmpi.launch.launcher_variables import (
     detect_launchers, is_first_launched, launched_ranks, without_launcher_variables
 )
 

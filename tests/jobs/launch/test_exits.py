@@ -34,9 +34,9 @@ world = World()
 mpi = types.SimpleNamespace(
     COMM_WORLD=world, Is_finalized=lambda: False, Finalize=lambda: print("finalised"), Exception=RuntimeError
 )
-exits.FAILED_MEETING_SECONDS = exits.CAUSE_SECONDS = 0.05
+exits.FAILED_END_SECONDS = exits.CAUSE_SECONDS = 0.05
 exits.install(mpi, finalize=True)
-exits.meet_on(world)
+exits.set_end_communicator(world)
 """
 """Rank 1 of 2 on a stand-in of MPI; rank 0 goes on for ever unless the program says that both ranks end."""
 
@@ -127,7 +127,7 @@ def test_a_job_that_wants_to_be_started_again_ends_with_its_own_code_when_all_ra
         """
         from axonmpi.launch import exit as exits
 
-        exits.FAILED_MEETING_SECONDS = 0.05
+        exits.FAILED_END_SECONDS = 0.05
         if world.rank == 0:
             time.sleep(1)  # the other rank waits for it
             print("saved", flush=True)

@@ -11,7 +11,7 @@ from helpers.limits import limit
 import axonmpi as ax
 from axonmpi.launch import start as runtime
 from axonmpi.launch.check import check_launch
-from axonmpi.launch.variables import detect_launchers
+from axonmpi.launch.launcher_variables import detect_launchers
 from axonmpi.testing import launch
 
 

@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 
 STRANGER = 54321
 PROGRAM = """
 import axonmpi as ax
-from axonmpi.launch import board, lifeline
-from axonmpi.launch.variables import number_in
-from axonmpi.observe import pages_of, watchdog
+from axonmpi.launch import pmi_connection
+from axonmpi.record import files
+from axonmpi.launch.launcher_variables import number_in
+from axonmpi.observe import records_of, watchdog
 ax.init_process_group()
-page = board.own_page()
-folder = page.path.parent.name if page.path else "none"
-ranks = len(pages_of(page.identity["job"])) if page.path else 0
-needs = number_in(None, "PMI_FD") is not None and page.path is not None
-as_needed = bool(lifeline._held) == needs
+record = files.own_record()
+folder = record.path.parent.name if record.path else "none"
+ranks = len(records_of(record.identity["job"])) if record.path else 0
+needs = number_in(None, "PMI_FD") is not None and record.path is not None
+as_needed = bool(pmi_connection._held) == needs
 print(f"{folder} ranks={ranks} watched={watchdog._watchdog is not None} held={as_needed}\\n", end="", flush=True)
 """
 
@@ -66,7 +67,7 @@ PLANTS = {
     "link": "ln -s {victim} /dev/shm/axonmpi-0",
     "folders": "mkdir -m 700 /dev/shm/axonmpi-0 && mkdir -m 777 /dev/shm/axonmpi-0-0123456789abcdef",
 }
-"""Other kinds of files are planted in `tests/observe/test_board.py`."""
+"""Other kinds of files are planted in `tests/record/test_record.py`."""
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)

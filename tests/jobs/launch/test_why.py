@@ -16,15 +16,15 @@ from axonmpi import cli
 from axonmpi.cli import top
 from axonmpi.cli import why as why_module
 from axonmpi.cli.why import as_json, as_text, examine
-from axonmpi.observe.board import RankPage, job_names, pages_of
-from axonmpi.observe.judgement import look_at
-from axonmpi.observe.nodes import tell_others
+from axonmpi.observe.shared_folder import write_states
+from axonmpi.observe.waits import states_of
+from axonmpi.record.reader import RankRecord, job_names, records_of
 
 
-def pages_with(processes: list[int]) -> list[RankPage]:
-    """Return the pages of the job that some processes belong to."""
-    every = map(pages_of, job_names())
-    return next((pages for pages in every if {page.pid for page in pages} & set(processes)), [])
+def records_with(processes: list[int]) -> list[RankRecord]:
+    """Return the records of the job that some processes belong to."""
+    every = map(records_of, job_names())
+    return next((records for records in every if {record.pid for record in records} & set(processes)), [])
 
 
 def missing_by_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> set[str]:
@@ -43,9 +43,9 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
     dumps, mark = tmp_path / "dumps", tmp_path / "mark"
     with start_ranks(3, PROGRAMS, "loops", FAULT_MARK=str(mark), AXONMPI_DUMP=str(dumps)) as job:
         assert wait_for(lambda: mark.exists() or not job.is_running, limit(30)), job.output
-        pages = pages_with(job.ranks())
-        name, culprit = pages[0].job, pages[1].pid
-        assert wait_for(lambda: examine(pages, stacks=False).diagnosis.behind == (1,), limit(30))
+        records = records_with(job.ranks())
+        name, culprit = records[0].job, records[1].pid
+        assert wait_for(lambda: examine(records, stacks=False).graph.behind == (1,), limit(30))
 
         code, said = why(capsys, name)
         waiting = (
@@ -60,7 +60,7 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
         assert (code, data["behind"], data["is_circle"]) == (1, [1], False)
         assert [each["ranks"] for each in data["classes"]] == [[0, 2], [1]]
 
-        look_at_other_nodes(tmp_path / "told", pages)
+        look_at_other_nodes(tmp_path / "told", records)
 
         assert cli.main(["top", str(culprit), "--once"]) == 0
         assert_said(capsys.readouterr().out, "outside of collectives", "all_reduce")
@@ -76,24 +76,24 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
         assert job.wait(limit(60)) != 0
         assert re.search(r"CollectiveTimeoutError: rank 1 on \S+ [^.;]*stopped", job.output), job.output
 
-    # The next job of this user removes the pages, and it may have begun; those that are open stay.
+    # The next job of this user removes the records, and it may have begun; those that are open stay.
     for command in (why_module, top):
-        monkeypatch.setattr(command, "find_job", lambda job: pages)
+        monkeypatch.setattr(command, "find_job", lambda job: records)
     code, said = why(capsys, name, "--no-stacks")
     assert (code, "The job has ended: this is where its ranks were." in said) == (0, True)
     assert (cli.main(["top", name]), capsys.readouterr().out.count("has ended")) == (0, 3)
     assert missing_by_torch(dumps, caplog) == {"missing ranks: {1}"}
 
 
-def look_at_other_nodes(folder: Path, pages: list[RankPage]) -> None:
+def look_at_other_nodes(folder: Path, records: list[RankRecord]) -> None:
     """Leave rank 1 out, as if it were on another node, which may tell about it in a folder."""
-    tell_others(folder, look_at(pages[1:2]), [])
+    write_states(folder, states_of(records[1:2]), [])
     (node,) = folder.iterdir()
     node.rename(f"{node}-other")
-    seen_here = examine(pages[::2], stacks=False)
-    assert (seen_here.diagnosis.behind, seen_here.diagnosis.unknown) == ((), (1,))
+    seen_here = examine(records[::2], stacks=False)
+    assert (seen_here.graph.behind, seen_here.graph.unknown) == ((), (1,))
     assert "Not known here, as on other nodes: rank 1" in as_text(seen_here)
-    data = as_json(examine(pages[::2], stacks=False, folder=folder))
+    data = as_json(examine(records[::2], stacks=False, folder=folder))
     assert (data["behind"], data["unknown"], data["hangs"], data["stacks"]) == ((1,), (), True, {})
 
 

@@ -7,7 +7,7 @@ from helpers import TESTS
 from helpers.compare import assert_said
 from helpers.limits import limit
 
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 
 
 def test_a_world_of_many_ranks_is_set_up_and_calls_all_that_is_measured() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from helpers.limits import limit
 from helpers.nodes import Nodes
 
-from axonmpi.launch.variables import without_launcher_variables
+from axonmpi.launch.launcher_variables import without_launcher_variables
 from axonmpi.utils.waiting import Backoff, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

@@ -266,7 +266,7 @@ def test_x_ff_and_tests_for_the_first_rank_only(tmp_path):
 
 
 MISMATCH = """
-from axonmpi.launch.variables import detect_launchers
+from axonmpi.launch.launcher_variables import detect_launchers
 
 @pytest.mark.parametrize("rank", [detect_launchers()[0].rank])
 def test_it(rank):

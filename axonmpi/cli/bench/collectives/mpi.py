@@ -21,7 +21,7 @@ import torch
 from ....launch import exit as exits
 from ....launch import start as runtime
 from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_cores
-from ....launch.settings import prepare_for_mpi
+from ....launch.launcher_variables import set_variables_for_mpi
 from ..timing import Agreement
 from .cases import Case, mpi_variant
 from .measure import median_times
@@ -62,7 +62,7 @@ def _start() -> Any:
     mpi4py.rc(initialize=False, finalize=False)
     from mpi4py import MPI
 
-    prepare_for_mpi(count_of_node(), MPI.Get_library_version())
+    set_variables_for_mpi(count_of_node(), MPI.Get_library_version())
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     exits.install(MPI, finalize=True)
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=MPI.COMM_WORLD.rank)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from axonmpi.launch import lifeline
+from axonmpi.launch import pmi_connection
 
 
 @pytest.fixture
 def launcher(monkeypatch):
     """The launcher's end of a connection, and the ranks' end."""
-    monkeypatch.setattr(lifeline, "_held", [])
+    monkeypatch.setattr(pmi_connection, "_held", [])
     mine, own = socket.socketpair()
     for name, value in {"PMI_FD": own.fileno(), "PMI_RANK": 0, "PMI_SIZE": 3, "MPI_LOCALRANKID": 0}.items():
         monkeypatch.setenv(name, str(value))
@@ -46,13 +46,13 @@ def hold_on(ranks: int, folder: Path) -> list[str]:
     shared = {"size": ranks, "values": [""] * ranks, "barrier": threading.Barrier(ranks)}
     nodes = [Node(rank=rank, **shared) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lifeline.hold, nodes, [folder] * ranks, [uuid.uuid4().hex[:8]] * ranks))
+        return list(pool.map(pmi_connection.hold, nodes, [folder] * ranks, [uuid.uuid4().hex[:8]] * ranks))
 
 
 def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher, folder) -> None:
     mine, own = launcher
     assert hold_on(3, folder) == [""] * 3
-    held = lifeline._held
+    held = pmi_connection._held
     assert (len(set(held)), any(map(os.get_inheritable, held)), list(folder.iterdir())) == (3, False, [])
     own.close()
     mine.setblocking(False)
@@ -79,4 +79,4 @@ def test_a_rank_that_cannot_hold_a_connection_goes_on(
     for name in lacks:
         monkeypatch.delenv(name)
     assert {reason.rpartition("] ")[2] for reason in hold_on(ranks, folder / below)} == reasons
-    assert lifeline._held == []
+    assert pmi_connection._held == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from axonmpi.observe.nodes import read_others
+from axonmpi.observe.shared_folder import read_states
 
 OWN = SimpleNamespace(job="job", host="n1")
 
@@ -14,7 +14,7 @@ OWN = SimpleNamespace(job="job", host="n1")
 def test_only_folders_that_nobody_else_can_open_are_read(tmp_path, mode, expected) -> None:
     node = tmp_path / "job-n2"
     node.mkdir()
-    (node / "standings.json").write_text(json.dumps({"conditions": {}, "going_on": [3]}))
+    (node / "states.json").write_text(json.dumps({"conditions": {}, "going_on": [3]}))
     node.chmod(mode)
     (tmp_path / "job-n3").symlink_to("/")
-    assert read_others(tmp_path, OWN) == ({}, expected)
+    assert read_states(tmp_path, OWN) == ({}, expected)

@@ -1,4 +1,4 @@
-"""What the connections to other nodes tell a watchdog: that a rank, its node or the network to it has gone.
+"""The watchdog's view of the connections to other nodes: loss of a rank, of its node, or of the network.
 
 A lost connection alone does not end a job: the network of the connections may fail while that of MPI works.
 """
@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 
 from ..launch.node_links import Link, LinkState, links
 from ..utils.text import name_ranks
-from .judgement import Standing
+from .waits import RankState
 
 LOST_SECONDS = 1.0
-"""How long a connection must have been lost before the job may be ended."""
+"""Time for which a connection must have been lost before the job may be ended."""
 
 
-class Neighbours:
+class NodeMonitor:
     """This rank's connections to other nodes.
 
     Args:
         host: Name of this node.
-        say: Prints a text.
+        say: Function that prints a text.
     """
 
     def __init__(self, host: str, say: Callable[[str], None]) -> None:
@@ -30,11 +30,11 @@ class Neighbours:
         self._lost: dict[Link, float] = {}
 
     def open(self) -> list[Link]:
-        """Return those that nothing has happened to."""
+        """Return the open connections; local."""
         return [link for link in self._links if link.state is LinkState.OPEN]
 
     def look(self, passed: float) -> None:
-        """See what has become of them, and name at once what has gone: Open MPI may end this rank next; local.
+        """Look at all connections, and print each loss at once: Open MPI may end this rank next; local.
 
         Args:
             passed: Seconds since the look before.
@@ -47,19 +47,22 @@ class Neighbours:
                 if not link.said:  # else the other node has printed it
                     self._say(f"axonmpi: {self._cause(link)}")
 
-    def in_vain(self, standings: Mapping[int, Standing]) -> str:
-        """Return why ranks that all wait do so in vain; empty if nothing says so; local, up to a second.
+    def reason_to_end(self, states: Mapping[int, RankState]) -> str:
+        """Return the reason to end the job, if all ranks wait and a connection is lost; local, up to a second.
 
         Args:
-            standings: Of all ranks of this node.
+            states: States of all ranks of this node.
+
+        Returns:
+            The reason; empty without one.
         """
-        gone = [link for link, seconds in self._lost.items() if seconds >= LOST_SECONDS]
-        waiting = {rank: standing for rank, standing in standings.items() if standing.waits}
-        if not gone or not waiting or not all(rank in waiting or each.is_lost for rank, each in standings.items()):
+        lost = [link for link, seconds in self._lost.items() if seconds >= LOST_SECONDS]
+        waiting = {rank: state for rank, state in states.items() if state.waits}
+        if not lost or not waiting or not all(rank in waiting or each.is_lost for rank, each in states.items()):
             return ""
-        link = gone[0]
+        link = lost[0]
         if link.state is LinkState.LOST and link.answers():
-            self._say(f"axonmpi: node {link.place.host} answers again, and the job goes on")
+            self._say(f"axonmpi: node {link.peer.host} answers again, and the job goes on")
             self._links.remove(link)
             del self._lost[link]
             return ""
@@ -68,14 +71,14 @@ class Neighbours:
         return f"{self._cause(link)} while {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} {where}"
 
     def tell(self, cause: str) -> None:
-        """Tell the other nodes why this one ends the job; local."""
+        """Send the other nodes the reason for which this node ends the job; local."""
         for link in self.open():
             link.say(cause)
 
     def _cause(self, link: Link) -> str:
-        place = link.place
+        peer = link.peer
         if link.said:
-            return f"node {place.host} ({place.ranks}) has ended the job ({link.said})"
+            return f"node {peer.host} ({peer.ranks}) has ended the job ({link.said})"
         if link.state is LinkState.ENDED:
-            return f"rank {place.rank} on {place.host} has ended, or was ended, before the end of its program"
-        return f"the link from node {self._host} to node {place.host} ({place.ranks}) is lost"
+            return f"rank {peer.rank} on {peer.host} has ended, or was ended, before the end of its program"
+        return f"the link from node {self._host} to node {peer.host} ({peer.ranks}) is lost"

@@ -1,18 +1,18 @@
-"""What the page of a rank says that it is about, while it trains."""
+"""What the record of a rank says that it is about, while it trains."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.launch.board import own_page
-from axonmpi.launch.page import Header, Phase
+from axonmpi.record import own_record
+from axonmpi.record.layout import Header, Phase
 
 phases: list[Phase] = []
 
 
 def note(*_: object) -> None:
-    phases.append(Phase(own_page().words[Header.PHASE]))
+    phases.append(Phase(own_record().words[Header.PHASE]))
 
 
 class Between(nn.Module):

@@ -1,18 +1,20 @@
-"""A rank that ends before MPI is started, or does not come to it in time, while the others wait in MPI's own start.
+"""A program that watches the ranks of a node while they wait in MPI_Init for ranks that never come.
 
     process manager of the node ── rank 0 ── in MPI_Init, which Python cannot interrupt
                                 │     └─ this program ── counts the manager's processes, once a second
                                 └─ rank 1 ── has ended, or computes
 
-Process managers leave the others waiting, so the first rank of each node starts this file as a program of its own,
-which needs nothing of the package. It ends with that rank, or as soon as MPI has started. It may be that rank which
-does not come: ranks 1, 2, 4, 8 and so on of the node do the same, each a little later than the one before.
+Process managers leave the others waiting if a rank ends before it starts MPI, or does not start it in time. So the
+first rank of each node starts this file as a program, which imports nothing of the package. It ends with that rank,
+or as soon as MPI has started. If the first rank itself does not come, others watch: ranks 1, 2, 4, 8 and so on of
+the node do the same, each a little later than the one before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,23 +23,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LOOKS = 3
-"""So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
+"""Number of checks, a second apart, that have to agree: the process manager starts one rank after the other."""
 LATER = 2
-"""The next rank that watches waits for so many looks more."""
+"""Number of further checks for each further rank that watches."""
 MANAGERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "mpiexec", "orterun", "orted", "slurmstepd")
-"""Programs that start the ranks of a node, each as a process of its own. Under others only the limit holds."""
+"""Programs that start the ranks of a node, each as a process. Under other programs only the time limit holds."""
 
 
 @contextlib.contextmanager
 def watched(variable: str, size: int, local_rank: int, local_size: int, limit: float) -> Iterator[None]:
-    """Let the job end if a rank of this node ends while the `with` block waits, or any rank takes too long; local.
+    """Watch the ranks of this node during a `with` block: a rank that has ended or is late ends the job; local.
 
     Args:
-        variable: The environment variable that has the rank's number.
+        variable: Environment variable of a rank's number.
         size: Number of ranks.
         local_rank: This rank's number on its node.
         local_size: Number of ranks on this node.
-        limit: Seconds that ranks may take; 0 for ever.
+        limit: Time limit for the ranks' arrival in seconds; 0 for none.
     """
     numbers = size, local_size, limit, local_rank.bit_length() * LATER
     command = [sys.executable, "-I", "-S", __file__, variable, *map(str, numbers)]
@@ -48,6 +50,9 @@ def watched(variable: str, size: int, local_rank: int, local_size: int, limit: f
                 assert watcher.stdin is not None
                 stack.callback(watcher.stdin.close)
         yield
+
+
+# ---- the program ------------------------------------------------------------------------------------------------
 
 
 def _main(variable: str, size: int, local_size: int, limit: float, later: int) -> None:
@@ -88,60 +93,50 @@ def _missing(numbers: Mapping[int, int], size: int, local_size: int) -> str:
 
 
 def _late(numbers: Mapping[int, int], size: int) -> str:
-    """Name the ranks that have not loaded MPI, if they are on this node, and say that they have ..."""
+    """Name the ranks of this node that have not loaded MPI, followed by "has" or "have"."""
     known = set(numbers.values())
-    late = sorted(known - {number for process, number in numbers.items() if _has_mpi(process)})
+    come = {number for process, number in numbers.items() if "/libmpi" in _text(process, "maps")}
+    late = sorted(known - come)
     if not late or len(late) == size:
         return "a rank has"
     return f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late))} have"
-
-
-def _has_mpi(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "/libmpi" in Path(f"/proc/{process}/maps").read_text("utf-8", "replace")
-    return False
 
 
 def _processes() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
+def _text(process: int, file: str) -> str:
+    """Return a file of a process in /proc; empty if the process has ended or is another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/{file}").read_text("utf-8", "replace")
+    return ""
+
+
 def _numbers_below(manager: int, variable: str) -> dict[int, int]:
-    """Return the numbers of the ranks that a manager has started, by process, also in shells and wrappers."""
-    found = {}
+    """Return the ranks that a manager has started, by process, those in shells and wrappers included."""
+    pattern = re.compile(rf"(?<![^\0]){variable}=(\d+)(?![^\0])")
+    numbers = {}
     for process in _processes() if manager else []:
-        number = _number_in(process, variable)
-        if number.isdecimal() and _manager_of(process) == manager:
-            found[process] = int(number)
-    return found
+        number = pattern.search(_text(process, "environ"))
+        if number and _manager_of(process) == manager:
+            numbers[process] = int(number[1])
+    return numbers
 
 
 def _manager_of(process: int) -> int:
-    """Return the process that has started a rank, or a shell or wrapper around it; 0 if that cannot be seen."""
+    """Return the process that has started a rank, or a shell or wrapper around the rank; 0 if not visible."""
     while process > 1:
         process = _parent_of(process)
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{process}/comm").read_text("utf-8", "replace").strip() in MANAGERS:
-                return process
+        if _text(process, "comm").strip() in MANAGERS:
+            return process
     return 0
 
 
 def _parent_of(process: int) -> int:
-    """Return the parent of a process; 0 for one that has ended."""
-    with contextlib.suppress(OSError):
-        state, parent = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
-        return 0 if state in "ZX" else int(parent)
-    return 0
-
-
-def _number_in(process: int, variable: str) -> str:
-    """Return the rank's number in the environment of a process; empty if there is none, or it cannot be seen."""
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-            name, _, value = entry.partition(b"=")
-            if name.decode("utf-8", "replace") == variable:
-                return value.decode("utf-8", "replace")
-    return ""
+    """Return the parent of a process; 0 for a process that has ended."""
+    fields = _text(process, "stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields and fields[0] not in "ZX" else 0
 
 
 if __name__ == "__main__":

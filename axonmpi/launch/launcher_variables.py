@@ -1,11 +1,12 @@
-"""Launchers' environment variables: the number of this rank, and of all ranks.
+"""Environment variables of launchers, such as the number of this rank, and variables set for MPI libraries.
 
-Each launcher has variables of its own. They are compared with MPI's world, see `check`.
+Each launcher has its own variables. `check.py` compares them with MPI's world.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,10 +21,10 @@ class Launcher:
     Attributes:
         name: The launcher: `"Open MPI"`, `"MVAPICH"`, `"Intel MPI"`, `"MPICH"`, `"PMI"` (another one with the same
             variables), `"PMIx"`, `"Slurm"`, `"torchrun"`, or `"RANK/WORLD_SIZE"` set by something else.
-        rank: The process's number, `None` where it is not said.
-        size: The number of processes, `None` where it is not said.
-        local_rank: The process's number on its node, `None` where it is not said.
-        local_size: The number of processes on the node, `None` where it is not said.
+        rank: Number of the process; None if not set, as for the next three.
+        size: Number of processes.
+        local_rank: Number of the process on its node.
+        local_size: Number of processes on the node.
         variables: The variables seen, with their values, in the order of the attributes above.
     """
 
@@ -100,7 +101,7 @@ _OWN_PREFIXES = (
     *("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "PRRTE_", "HYDI_", "MV2_COMM_WORLD_"),
     *("SLURM_STEP_", "SLURM_PMI", "TORCHELASTIC_"),
 )
-# Settings that a user makes, or that are as true for the next job as for this one.
+# Variables that a user sets, or that hold for the next job as well.
 _KEPT_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
@@ -129,7 +130,7 @@ def _recognise(convention: _Convention, env: Mapping[str, str]) -> Launcher | No
 
 
 def number_in(env: Mapping[str, str] | None, name: str | None) -> int | None:
-    """Return the number that a variable has, None where it is not set or no number; local."""
+    """Return a variable as a number; None if it is not set or no number; local."""
     text = "" if name is None else (os.environ if env is None else env).get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -141,16 +142,16 @@ def launched_ranks(env: Mapping[str, str] | None = None) -> int:
 
 
 def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether this is rank 0 by the launcher's variables, before MPI starts; local.
+    """Return True for rank 0 by the launcher's variables, before MPI starts; local.
 
-    `RANK` and `WORLD_SIZE` alone may be left over from another job, in which case there is no other rank 0.
+    `RANK` and `WORLD_SIZE` alone may be left over from another job: then each process counts as rank 0.
     """
     launcher = _trusted_launcher(env)
     return launcher is None or not launcher.rank
 
 
 def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether this may be the first process that the launcher started on this node; local."""
+    """Return True if this may be the first process that the launcher has started on this node; local."""
     launcher = _trusted_launcher(env)
     if launcher is None:
         return True
@@ -159,12 +160,12 @@ def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
 
 
 def job_end_time(env: Mapping[str, str] | None = None) -> int | None:
-    """Return when Slurm will end this job, in seconds since 1970, None outside a job or without a limit; local."""
+    """Return the time at which Slurm ends this job, in seconds since 1970; None without a limit; local."""
     return number_in(env, "SLURM_JOB_END_TIME")
 
 
 def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:
-    """Return the launcher whose numbers are different on each process, or None."""
+    """Return the launcher whose numbers surely differ between processes, or None."""
     return next((found for found in detect_launchers(env) if found.name != "RANK/WORLD_SIZE"), None)
 
 
@@ -185,7 +186,7 @@ def _is_launchers(name: str) -> bool:
 
 
 def child_environment(rank: int) -> dict[str, str]:
-    """Return the environment for a process that rank `rank` starts to work for it; local."""
+    """Return the environment variables for a child of rank `rank`; local."""
     return {**without_launcher_variables(), PARENT_RANK: str(rank)}
 
 
@@ -195,12 +196,44 @@ def set_variables(values: Mapping[str, str]) -> None:
 
 
 def turn_into_child(rank: int) -> None:
-    """Change this process's environment into that of a child of rank `rank`; local, in a forked process."""
+    """Turn this process's environment variables into those for a child of rank `rank`; local, in a fork."""
     for name in filter(_is_launchers, list(os.environ)):
         del os.environ[name]
     os.environ[PARENT_RANK] = str(rank)
 
 
 def parent_rank(env: Mapping[str, str] | None = None) -> int | None:
-    """Return the rank that forked or spawned this process, `None` if none did; local."""
+    """Return the rank that forked or spawned this process, None without one; local."""
     return number_in(env, PARENT_RANK)
+
+
+# ---- MPI libraries ----------------------------------------------------------------------------------------------
+
+_MPICH_WITH_BOTH = re.compile(r"MPICH Device:\s+ch4:(ucx.*ofi|ofi.*ucx)")
+
+
+def variables_for_mpi(env: Mapping[str, str], cores: int, description: str) -> dict[str, str]:
+    """Return variables to set before MPI starts, except those that the user has set; local.
+
+    Args:
+        env: The environment variables.
+        cores: Number of logical CPUs that the ranks of this node share.
+        description: The library's version text, with its build options.
+    """
+    # Open MPI's ucx component for one-sided communication prints warnings on other networks.
+    # Over TCP its put protocol leaves one direction of the network idle while the other is busy.
+    values = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
+    launchers = detect_launchers(env)
+    if max((launcher.local_size or 1 for launcher in launchers), default=1) > cores:
+        # Otherwise a waiting rank of Open MPI takes the core from the ranks that it waits for.
+        values["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    by_srun = "SLURM_STEP_NUM_TASKS" in env and any(launcher.name == "PMI" for launcher in launchers)
+    if by_srun and _MPICH_WITH_BOTH.search(description):
+        # Over UCX, MPICH sends longer lines than srun's pmi2 reads, and hangs on several nodes (mpich#6924).
+        values["MPIR_CVAR_CH4_NETMOD"] = "ofi"
+    return {name: value for name, value in values.items() if name not in env}
+
+
+def set_variables_for_mpi(cores: int, description: str) -> None:
+    """Set the variables that `variables_for_mpi` returns; local, before MPI starts."""
+    os.environ.update(variables_for_mpi(os.environ, cores, description))

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import pytest
 
 from axonmpi import comm
-from axonmpi.launch.page import Phase
-from axonmpi.observe.board import Condition, Group, Operation
-from axonmpi.observe.diagnosis import diagnose, site_in
-from axonmpi.observe.judgement import Standing
+from axonmpi.observe.wait_graph import site_in, wait_graph_of
+from axonmpi.observe.waits import RankState
+from axonmpi.record.layout import Phase
+from axonmpi.record.reader import Condition, Group, Operation
 
 WORLD, OTHER = 7, 8
 
 
 @dataclass
-class Page:
-    """What is asked of a page: of a rank of four, in two groups of all ranks."""
+class OwnRecord:
+    """What is asked of a record: of a rank of four, in two groups of all ranks."""
 
     rank: int
     counts: dict[int, int]
@@ -48,19 +48,19 @@ def operation(
 def at(
     rank: int, name: str = "", call: int = 0, *, group: int = WORLD, peer: int | None = None,
     condition: Condition = Condition.LIVES, phase: Phase = Phase.OTHER,
-) -> tuple[int, Standing]:  # fmt: skip
+) -> tuple[int, RankState]:  # fmt: skip
     """A rank that has called five collectives of each group, or `call`, and is in an operation."""
-    page = Page(rank, {WORLD: 5, OTHER: 5, group: call or 5})
-    page.current = operation(page.group(group), name, call, peer) if name else None
-    return rank, Standing(page, condition, phase, page.latest, page.current)
+    record = OwnRecord(rank, {WORLD: 5, OTHER: 5, group: call or 5})
+    record.current = operation(record.group(group), name, call, peer) if name else None
+    return rank, RankState(record, condition, phase, record.latest, record.current)
 
 
-def in_all_reduce(*ranks: int, call: int = 6) -> list[tuple[int, Standing]]:
+def in_all_reduce(*ranks: int, call: int = 6) -> list[tuple[int, RankState]]:
     return [at(rank, "all_reduce", call) for rank in ranks]
 
 
 def test_a_rank_that_has_not_come():
-    found = diagnose(dict([*in_all_reduce(0, 2, 3), at(1, phase=Phase.FORWARD)]), 4, {1: "a.py:3 in f"})
+    found = wait_graph_of(dict([*in_all_reduce(0, 2, 3), at(1, phase=Phase.FORWARD)]), 4, {1: "a.py:3 in f"})
     assert (found.behind, found.waits) == ((1,), {rank: {1} for rank in (0, 2, 3)})
     assert found.classes == [
         ("all_reduce(), collective 6 of the group of ranks 0 to 3, number 1 of 2 such", (0, 2, 3)),
@@ -74,28 +74,30 @@ def test_a_rank_that_has_not_come():
 
 
 def test_why_a_rank_has_not_come():
-    for standing, reason in (
+    for state, reason in (
         (at(1, condition=Condition.STOPPED), "rank 1 is stopped by a signal (SIGSTOP or SIGTSTP)"),
         (at(1, condition=Condition.GONE), "rank 1 has ended"),
         (at(1, condition=Condition.TRACED), "rank 1 is in a debugger"),
         (at(1, phase=Phase.ENDING), "rank 1 has come to the end of its program"),
         (at(1, "all_to_all"), "rank 1 has been in all_to_all() for 12 s"),
     ):
-        found = diagnose(dict([*in_all_reduce(0, 2), standing]), 3)
+        found = wait_graph_of(dict([*in_all_reduce(0, 2), state]), 3)
         assert (found.behind, reason in found.sentences[0]) == ((1,), True), found.sentences
 
 
 def test_a_chain_leads_to_its_end():
     """Rank 0 waits for a message of rank 1, and that for one of rank 2."""
     chain = [at(0, "recv", peer=1), at(1, "recv", peer=2), at(2), *in_all_reduce(3)]
-    found = diagnose(dict(chain), 4)
+    found = wait_graph_of(dict(chain), 4)
     assert (found.waits, found.behind) == ({0: {1}, 1: {2}, 3: {0, 1, 2}}, (2,))
     assert found.sentences[0].startswith("ranks 1, 3 wait for rank 2 in recv(src=2), and rank 2 has been outside")
 
 
 def test_circles():
-    ring = diagnose(dict(at(rank, "send", peer=(rank + 1) % 3) for rank in range(3)), 3)
-    groups = diagnose(dict(at(rank, "barrier", 6, group=OTHER if rank == 1 else WORLD) for rank in range(3)), 3)
+    ring = wait_graph_of(dict(at(rank, "send", peer=(rank + 1) % 3) for rank in range(3)), 3)
+    groups = wait_graph_of(
+        dict(at(rank, "barrier", 6, group=OTHER if rank == 1 else WORLD) for rank in range(3)), 3
+    )
     assert (ring.is_circle, ring.behind, groups.is_circle, groups.behind) == (True, (0, 1, 2), True, (1,))
     assert groups.sentences == ["ranks wait for each other in a circle, so none goes on; look at rank 1 first"]
 
@@ -104,7 +106,7 @@ STOPPED = at(2, "all_reduce", 6, condition=Condition.STOPPED)
 
 
 @pytest.mark.parametrize(
-    ("standings", "expected"),
+    ("states", "expected"),
     [
         (in_all_reduce(0, 1, 2), ((), {})),
         ([*in_all_reduce(0, 1), STOPPED], ((2,), {0: {2}, 1: {2}})),
@@ -112,9 +114,9 @@ STOPPED = at(2, "all_reduce", 6, condition=Condition.STOPPED)
     ],
     ids=["all have come", "one is stopped in the middle", "ends of programs and ranks of other nodes"],
 )
-def test_who_is_behind(standings, expected):
-    found = diagnose(dict(standings), 3)
-    assert (found.behind, found.waits, found.unknown) == (*expected, tuple(range(len(standings), 3)))
+def test_who_is_behind(states, expected):
+    found = wait_graph_of(dict(states), 3)
+    assert (found.behind, found.waits, found.unknown) == (*expected, tuple(range(len(states), 3)))
 
 
 def test_the_users_line_of_a_stack():

@@ -1,4 +1,4 @@
-"""Pages of ranks: what is written is read, by this user alone, and what is left behind is removed."""
+"""Records of ranks: what is written is read, by this user alone, and what is left behind is removed."""
 
 import itertools
 import mmap
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.launch import board
-from axonmpi.launch import page as rank_page
-from axonmpi.launch.page import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
 from axonmpi.launch.topology import Topology
-from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
+from axonmpi.observe import Condition, RankRecord, job_names, records_of, stacks_of
+from axonmpi.record import files, writer
+from axonmpi.record.layout import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, RECORD_BYTES, Phase, describe
+from axonmpi.record.writer import OwnRecord
 from axonmpi.utils.own_files import open_own
 
 # Python 3.12 and later: the child only runs Python
@@ -28,16 +28,16 @@ GONE, LIVES = "0" * 8, "1" * 8
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of this user's pages, which is not there yet."""
-    monkeypatch.setattr(board, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(board, "_own", None)
+    """The folder of this user's records, which is not there yet."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(files, "_own", None)
     return tmp_path / f"axonmpi-{os.geteuid()}"
 
 
-def published(job: str = "job", rank: int = 0, size: int = 2) -> board.Page:
-    """Make this process's page that of a rank."""
-    assert board.publish(board.make_folder(), job, asdict(Topology.of([0] * size, rank))) == ""
-    return board.own_page()
+def published(job: str = "job", rank: int = 0, size: int = 2) -> files.OwnRecord:
+    """Make this process's record that of a rank."""
+    assert files.publish_record(files.make_folder(), job, asdict(Topology.of([0] * size, rank))) == ""
+    return files.own_record()
 
 
 def test_what_is_written_is_read(folder) -> None:
@@ -45,25 +45,25 @@ def test_what_is_written_is_read(folder) -> None:
     told = describe("all_reduce", "float32", SHAPE, int(ax.ReduceOp.MAX), nbytes=10080)
     log.leave(log.enter(told))
     log.fail(log.enter(told))
-    with board.phase(Phase.BACKWARD), log.noted(describe("recv", "int8", (2,), None, 3, 5, 2)):
-        [page] = pages_of("job")
-        assert (page.phase, str(page.current())) == (Phase.BACKWARD, "recv(int8 [2], src=3, tag=5)")
-        assert page.current().group.world_rank(3) == 7
-    first, second, third = page.operations()
+    with files.phase(Phase.BACKWARD), log.noted(describe("recv", "int8", (2,), None, 3, 5, 2)):
+        [record] = records_of("job")
+        assert (record.phase, str(record.current())) == (Phase.BACKWARD, "recv(int8 [2], src=3, tag=5)")
+        assert record.current().group.world_rank(3) == 7
+    first, second, third = record.operations()
     assert (first.name, first.op, first.nbytes) == ("all_reduce", ax.ReduceOp.MAX, 10080)
     assert (first.shape, first.dims, str(first)) == (SHAPE[:4], 5, "all_reduce(float32 [3, 4, 5, 6, ...], MAX)")
     assert [(each.call, each.failed) for each in (first, second, third)] == [(1, False), (2, True), (0, False)]
     assert first.entered <= first.left <= second.entered
-    assert (page.rank, page.size, page.pid, page.condition()) == (1, 2, os.getpid(), Condition.LIVES)
-    assert (page.phase, page.current(), page.latest) == (Phase.OTHER, None, 3)
-    [group] = page.groups
+    assert (record.rank, record.size, record.pid, record.condition()) == (1, 2, os.getpid(), Condition.LIVES)
+    assert (record.phase, record.current(), record.latest) == (Phase.OTHER, None, 3)
+    [group] = record.groups
     assert (group.key, group.count, group.rank, group.size, group.members) == (77, 2, 1, 4, (1, 3, 5, 7))
 
 
 def test_the_time_that_a_thread_spends_in_operations(monkeypatch) -> None:
     clock = itertools.count(step=10**9)
-    monkeypatch.setattr(rank_page, "time", SimpleNamespace(monotonic_ns=clock.__next__))
-    own = rank_page.Page(mmap.mmap(-1, rank_page.PAGE_BYTES))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic_ns=clock.__next__))
+    own = OwnRecord(mmap.mmap(-1, RECORD_BYTES))
     log, told = own.join(0, 2, 77), describe("all_reduce")
     for _ in range(OPERATIONS - 1):
         log.leave(log.enter(told))
@@ -83,11 +83,11 @@ def test_what_another_thread_does_later_is_not_where_the_rank_is(folder) -> None
     log = published().join(0, 2, 1)
     note = log.enter(describe("all_reduce"))
     log.queue(note)
-    [page] = pages_of("job")
-    [queued] = page.unfinished()
-    assert (page.current(), queued.started, queued.thread) == (None, 0, 0)
+    [record] = records_of("job")
+    [queued] = record.unfinished()
+    assert (record.current(), queued.started, queued.thread) == (None, 0, 0)
     log.start(note)
-    assert page.unfinished()[0].started >= queued.entered
+    assert record.unfinished()[0].started >= queued.entered
 
 
 def test_an_operation_that_is_not_over_is_never_overwritten(folder) -> None:
@@ -95,38 +95,38 @@ def test_an_operation_that_is_not_over_is_never_overwritten(folder) -> None:
     log.enter(describe("barrier"))
     for _ in range(2 * OPERATIONS + 9):
         log.leave(log.enter(describe("all_reduce")))
-    [page] = pages_of("job")
-    names, last = [each.name for each in page.operations()], page.operations()[-1]
-    assert (page.current().name, len(names), names.count("barrier")) == ("barrier", OPERATIONS, 1)
+    [record] = records_of("job")
+    names, last = [each.name for each in record.operations()], record.operations()[-1]
+    assert (record.current().name, len(names), names.count("barrier")) == ("barrier", OPERATIONS, 1)
     assert last.call == 2 * OPERATIONS + 10
     for _ in range(OPERATIONS + 9):
         log.enter(describe("all_reduce"))  # all of them: the oldest go
-    assert len(page.unfinished()) == OPERATIONS
+    assert len(record.unfinished()) == OPERATIONS
 
 
 def test_a_record_that_is_being_written_is_left_out(folder) -> None:
-    page = published()
-    log = page.join(0, 2, 1)
+    record = published()
+    log = record.join(0, 2, 1)
     for _ in range(2):
         log.leave(log.enter(describe("barrier")))
-    page.words[(OPERATIONS_AT + 3 * OPERATION_BYTES) // 8 - 1] = 1  # the last word of the second one
-    assert [each.number for each in pages_of("job")[0].operations()] == [1]
+    record.words[(OPERATIONS_AT + 3 * OPERATION_BYTES) // 8 - 1] = 1  # the last word of the second one
+    assert [each.number for each in records_of("job")[0].operations()] == [1]
 
 
 def test_groups_that_are_closed_make_room(folder) -> None:
-    page = published()
+    record = published()
     for key in range(1, 1000):
-        page.join(0, 2, key).close()
-    logs = [page.join(0, 2, key) for key in range(1, 300)]  # more than a page has room for
+        record.join(0, 2, key).close()
+    logs = [record.join(0, 2, key) for key in range(1, 300)]  # more than a record has room for
     logs[-1].leave(logs[-1].enter(describe("barrier")))
-    [read] = pages_of("job")
+    [read] = records_of("job")
     assert (len(read.groups), read.operations()[-1].group) == (256, None)
 
 
 def test_pages_are_this_users_alone(folder) -> None:
-    page = published()
-    modes = [path.stat().st_mode & 0o777 for path in (folder, page.path)]
-    assert (page.path.parent, modes) == (folder, [0o700, 0o600])
+    record = published()
+    modes = [path.stat().st_mode & 0o777 for path in (folder, record.path)]
+    assert (record.path.parent, modes) == (folder, [0o700, 0o600])
 
 
 def obstruct_open(folder: Path) -> None:
@@ -162,16 +162,16 @@ def test_a_folder_that_is_not_safe_is_not_used_and_another_one_is(folder, obstru
     if obstruct is obstruct_as_stranger and os.geteuid():
         pytest.skip("only root can give a folder away")
     obstruct(folder)
-    files = sorted(folder.parent.rglob("*"))
-    board.remove_stale()
-    assert sorted(folder.parent.rglob("*")) == files
+    planted = sorted(folder.parent.rglob("*"))
+    files.remove_stale_records()
+    assert sorted(folder.parent.rglob("*")) == planted
     own = published().path.parent
     assert (own.name.startswith(f"{folder.name}-"), own.stat().st_mode & 0o777) == (True, 0o700)
-    assert board.make_folder() != folder
-    assert [page.path.parent for page in pages_of("job")] == [own]
-    board.remove_stale()
-    board.remove_own()
-    assert (list(own.iterdir()), set(files) - set(folder.parent.rglob("*"))) == ([], set())
+    assert files.make_folder() != folder
+    assert [record.path.parent for record in records_of("job")] == [own]
+    files.remove_stale_records()
+    files.remove_own_record()
+    assert (list(own.iterdir()), set(planted) - set(folder.parent.rglob("*"))) == ([], set())
 
 
 def test_files_that_are_none_of_the_library_stay(folder) -> None:
@@ -179,7 +179,7 @@ def test_files_that_are_none_of_the_library_stay(folder) -> None:
     kept = {"train-0001.csv", "model-0", "0123abcd-0.tar.gz", "0123ABCD-1"}
     for name in (*kept, "0123abcd-node.ended"):
         (folder / name).touch()
-    board.remove_stale()
+    files.remove_stale_records()
     assert {path.name for path in folder.iterdir()} == kept
 
 
@@ -195,7 +195,7 @@ def link(folder: Path) -> None:
 def test_only_regular_files_are_read(folder, plant) -> None:
     folder.mkdir(mode=0o700)
     plant(folder)
-    assert pages_of("job") == []
+    assert records_of("job") == []
     with pytest.raises(OSError, match=r"regular file|symbolic links"):
         open_own(folder / "job-0")
 
@@ -209,17 +209,17 @@ def test_where_names_can_be_exchanged_there_are_no_pages_and_it_is_said(
     shared = tmp_path / "shm"
     shared.mkdir()
     make(shared)
-    monkeypatch.setattr(board, "SHARED_MEMORY", shared)
-    assert expected in board.make_folder()
-    assert board.files_of_pages() == []
+    monkeypatch.setattr(files, "SHARED_MEMORY", shared)
+    assert expected in files.make_folder()
+    assert files.record_files() == []
 
 
 def test_a_rank_without_a_page_that_others_see_has_one_of_its_own(folder) -> None:
     folder.touch()
-    assert str(folder) in board.publish(folder, "job", asdict(Topology.of([0, 0], 0)))
-    log = board.own_page().join(0, 2, 1)
+    assert str(folder) in files.publish_record(folder, "job", asdict(Topology.of([0, 0], 0)))
+    log = files.own_record().join(0, 2, 1)
     log.leave(log.enter(describe("barrier")))
-    assert pages_of("job") == []
+    assert records_of("job") == []
 
 
 def in_a_fork(function, *arguments) -> None:
@@ -235,19 +235,19 @@ def test_pages_of_processes_that_are_gone_are_removed(folder) -> None:
         in_a_fork(published, GONE, rank)
     (folder / f"{GONE}-0.stacks").touch()
     published(LIVES)
-    assert [page.condition() for page in pages_of(GONE)] == [Condition.GONE] * 2
-    assert stacks_of(pages_of(GONE)) == dict.fromkeys(range(2), "(no stack: the process has ended)")
+    assert [record.condition() for record in records_of(GONE)] == [Condition.GONE] * 2
+    assert stacks_of(records_of(GONE)) == dict.fromkeys(range(2), "(no stack: the process has ended)")
     assert set(job_names()) == {LIVES, GONE}
-    board.remove_stale()
+    files.remove_stale_records()
     assert [path.name for path in folder.iterdir()] == [f"{LIVES}-0"]
-    board.remove_own()
+    files.remove_own_record()
     assert list(folder.iterdir()) == []
 
 
 def test_a_forked_process_does_not_write_to_the_page_of_its_parent(folder) -> None:
     published()
-    in_a_fork(board.enter_phase, Phase.DATA)
-    assert pages_of("job")[0].phase is Phase.OTHER
+    in_a_fork(files.enter_phase, Phase.DATA)
+    assert records_of("job")[0].phase is Phase.OTHER
 
 
 # ---- on real ranks ----------------------------------------------------------------------------------------------
@@ -255,19 +255,19 @@ def test_a_forked_process_does_not_write_to_the_page_of_its_parent(folder) -> No
 
 @pytest.mark.ranks(2)
 def test_ranks_of_a_node_see_what_each_other_does(world) -> None:
-    own = board.own_page()
+    own = files.own_record()
     if own.path is None:
-        pytest.skip("mock ranks have no pages: needs an mpirun")
-    pages = pages_of(own.identity["job"])
-    assert [page.rank for page in pages] == list(range(pages[0].size))
+        pytest.skip("mock ranks have no records: needs an mpirun")
+    records = records_of(own.identity["job"])
+    assert [record.rank for record in records] == list(range(records[0].size))
     group = world.new_group(range(world.size))
     group.all_reduce(torch.ones(3))
     group.all_reduce(torch.ones(5), async_op=True).wait()
     message = torch.ones(2)
     group.recv(message, 0, tag=4) if group.rank else group.send(message, 1, tag=4)
     world.barrier()
-    key = RankPage(own.path).operations()[-2].group.key
-    assert [page.group(key).count for page in pages[:2]] == [2, 2]
-    did = [str(each) for each in pages[0].operations() if each.group is not None and each.group.key == key]
+    key = RankRecord(own.path).operations()[-2].group.key
+    assert [record.group(key).count for record in records[:2]] == [2, 2]
+    did = [str(each) for each in records[0].operations() if each.group is not None and each.group.key == key]
     assert [did[0], did[-1]] == ["all_reduce(float32 [3], SUM)", "send(float32 [2], dst=1, tag=4)"]
     world.barrier()
