@@ -34,7 +34,7 @@ from ..types import Seconds
 from ..utils.arguments import either_group_name, integer
 from .background import Background
 from .files.folders import check_own, partial_of, recover
-from .files.intact import damage_of
+from .files.integrity import damage_of
 from .files.lock import SUFFIX, Lock, lock_of
 from .loading import CheckpointInfo, load_checkpoint
 from .saving import save_checkpoint

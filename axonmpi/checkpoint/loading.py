@@ -28,13 +28,13 @@ from ..utils.arguments import check_flags, either_group_name
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
-from .parts.model_parts import ModelParts, model_parts, reshaped_buffers
-from .parts.optimizer_parts import prepare_optimizer
-from .parts.part import Part
-from .parts.random_state import prepare_random
 from .ranks import CheckpointRanks, ranks_of
 from .reading import check_blocks, read_parts
 from .saving import Stateful
+from .shards.model_shards import ModelParts, model_parts, reshaped_buffers
+from .shards.optimizer_shards import prepare_optimizer
+from .shards.random_state import prepare_random
+from .shards.tensor_shard import Part
 
 _MOST_NAMES = 20
 

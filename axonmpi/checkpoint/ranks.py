@@ -12,8 +12,8 @@ from ..backends import parts_by_node
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
-from .agreed import Agreed
 from .background import Background
+from .global_plan import Agreed
 
 
 class CheckpointRanks:

@@ -28,9 +28,9 @@ from ..utils.partition import split_range
 from ..utils.text import text_of_problems
 from .files.checksums import BLOCK_BYTES, block_count, crc32
 from .files.tensor_file import TensorEntry, TensorFile, check_size
-from .parts.boxes import Box, boxes_of_range, strides_of
-from .parts.part import Part
 from .ranks import CheckpointRanks
+from .shards.subarrays import Box, boxes_of_range, strides_of
+from .shards.tensor_shard import Part
 
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for elements that begin in it

@@ -25,18 +25,18 @@ from ..launch.page import Phase
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.optimizer_hooks import parameters_of
-from .agreed import agree
 from .background import Background
 from .files.state_file import FORMAT, STATE_FILE, VERSION
 from .files.tensor_file import TensorFile, index_of
 from .files.values import encoded
-from .parts.model_parts import ModelParts, model_parts
-from .parts.optimizer_parts import optimizer_parts
-from .parts.part import Part
-from .parts.random_state import random_parts
+from .global_plan import agree
 from .ranks import CheckpointRanks, ranks_of
+from .shards.model_shards import ModelParts, model_parts
+from .shards.optimizer_shards import optimizer_parts
+from .shards.random_state import random_parts
+from .shards.tensor_shard import Part
 from .writing.job import Job, write_checkpoint
-from .writing.plan import Share
+from .writing.local_plan import Share
 from .writing.snapshot import Snapshot
 
 MAX_FILE_SIZE = 50 * 10**9

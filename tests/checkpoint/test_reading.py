@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoint_shards import job_for, parts_of, ranks_on_two_nodes, whole_tensors
 from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
 from axonmpi.checkpoint.ranks import ranks_of
 from axonmpi.checkpoint.reading import read_parts
+from axonmpi.checkpoint.shards.subarrays import Box
+from axonmpi.checkpoint.shards.tensor_shard import Part, Piece, whole_part
 from axonmpi.checkpoint.writing.job import write_checkpoint
 
 

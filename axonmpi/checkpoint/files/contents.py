@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...errors import CheckpointError
 from .checksums import BLOCK_BYTES, block_count, crc32
 from .folders import find_checkpoint, partial_of
-from .intact import check_file, read_checksums
+from .integrity import check_file, read_checksums
 from .state_file import CHECKSUMS_FILE, read_state
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 

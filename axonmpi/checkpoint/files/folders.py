@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .intact import damage_of
+from .integrity import damage_of
 from .lock import Lock, lock_of
 from .state_file import STATE_FILE
 from .tensor_file import TensorFile

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .checkpoint_data import FORMATS, Progress
 from .convert import convert_checkpoint
 from .describe import describe_checkpoint, text_of
-from .material import FORMATS, Progress
 from .verify import Damage, Verification, verify_checkpoint
 
 __all__ = [

@@ -18,10 +18,19 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..files.folders import partial_of
+from .checkpoint_data import (
+    DCP_METADATA,
+    FORMATS,
+    TORCH_SUFFIXES,
+    Format,
+    Material,
+    Progress,
+    format_of,
+    from_safetensors,
+)
 from .dcp import from_dcp, write_dcp
-from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
+from .single_process_writer import write_folder, write_safetensors
 from .torch_files import from_torch_file, write_torch_file
-from .whole_files import write_folder, write_safetensors
 
 
 def _unseen(done: int, total: int) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..files.small_files import regular_size
-from .material import Material, Progress, files_in, total_bytes
-from .nested import nested_dict, take_nested
+from .checkpoint_data import Material, Progress, files_in, total_bytes
+from .torch_dict import nested_dict, take_nested
 
 
 def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...utils.text import aligned, counted, printable
 from ..files.values import decoded, encoded
+from .checkpoint_data import Material
 from .convert import open_material
-from .material import Material
 
 _FORMATS = {
     "checkpoint": "a checkpoint of axonmpi",

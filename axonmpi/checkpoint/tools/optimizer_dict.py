@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..files.values import decoded, encoded
-from ..parts.optimizer_parts import MANNER, label_of, split_name
-from .material import Material
+from ..shards.optimizer_shards import MANNER, label_of, split_name
+from .checkpoint_data import Material
 
 
 def optimizer_dict(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import IO, Any, cast
 import torch
 
 from ...errors import CheckpointError
-from .material import Material, Progress, total_bytes
-from .nested import nested_dict, take_nested
+from .checkpoint_data import Material, Progress, total_bytes
+from .torch_dict import nested_dict, take_nested
 
 
 def from_torch_file(path: Path, *, only_model: bool) -> Material:

@@ -22,11 +22,11 @@ from ...utils.text import counted, in_ranges
 from ..files.checksums import BLOCK_BYTES, block_count, crc32
 from ..files.contents import KINDS
 from ..files.folders import find_checkpoint
-from ..files.intact import read_checksums
+from ..files.integrity import read_checksums
 from ..files.small_files import regular_size
 from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, read_state
 from ..files.tensor_file import TensorFile, read_header, read_headers
-from .material import Progress, format_of
+from .checkpoint_data import Progress, format_of
 
 _MOST_NAMES = 8
 _MOST_RANGES = 6

@@ -26,9 +26,9 @@ from ..files.folders import finish, locked, partial_of, prepare
 from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, sealed
 from ..files.tensor_file import TensorFile, TensorSpec, lay_out
 from ..ranks import CheckpointRanks
+from .local_plan import Share
 from .output import Output, Trouble
-from .plan import Share
-from .scattered import write_scattered
+from .short_runs import write_scattered
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from ...backends import Backend, MpiFile
 from ..files.checksums import BlockSums
 from ..files.tensor_file import PAGE_BYTES, TensorFile
-from ..parts.boxes import boxes_of_range
-from .plan import Stretch
+from ..shards.subarrays import boxes_of_range
+from .local_plan import Stretch
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are copied and written at once."""

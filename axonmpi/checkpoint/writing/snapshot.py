@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...utils.device import device_at
-from ..parts.part import Piece
+from ..shards.tensor_shard import Piece
+from .local_plan import Scattered, Share, Stretch
 from .output import CHUNK_BYTES, bytes_of, elements_of
-from .plan import Scattered, Share, Stretch
 
 
 class Snapshot:

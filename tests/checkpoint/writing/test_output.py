@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoint_shards import job_for, parts_of, ranks_on_two_nodes, whole_tensors
 from helpers.checkpoints import assert_checksums, by_name, on_first
 from helpers.compare import assert_equal, refused
 from safetensors.torch import load_file
 
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import ranks_of
+from axonmpi.checkpoint.shards.subarrays import Box
+from axonmpi.checkpoint.shards.tensor_shard import Part, Piece
 from axonmpi.checkpoint.writing import job as jobs
 from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.checkpoint.writing.output import CHUNK_BYTES, Output

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....checkpoint.agreed import Agreed, agree
-from ....checkpoint.catalogue import digests_of
 from ....checkpoint.files.tensor_file import TensorSpec
-from ....checkpoint.parts.boxes import Box
-from ....checkpoint.parts.holdings import ALONE, Copies, Holding
-from ....checkpoint.parts.part import Part, Piece
-from ....checkpoint.writing.plan import Share
+from ....checkpoint.global_plan import Agreed, agree
+from ....checkpoint.global_specs import digests_of
+from ....checkpoint.shards.parameter_placement import ALONE, Copies, Holding
+from ....checkpoint.shards.subarrays import Box
+from ....checkpoint.shards.tensor_shard import Part, Piece
+from ....checkpoint.writing.local_plan import Share
 from ....fsdp.layout import Layout, by_elements
 from .states import build_model
 

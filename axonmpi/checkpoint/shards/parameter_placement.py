@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
 from ...tensor.transposed import TransposedShard, whole_shape
-from .boxes import Box, boxes_of_range
-from .part import Part, Piece
+from .subarrays import Box, boxes_of_range
+from .tensor_shard import Part, Piece
 
 
 class Copies(NamedTuple):

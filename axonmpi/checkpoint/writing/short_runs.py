@@ -21,11 +21,11 @@ from torch import Tensor
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_bounds
 from ..files.tensor_file import PAGE_BYTES, TensorEntry
-from ..parts.boxes import Box, boxes_of_range
-from ..parts.part import Piece
 from ..ranks import CheckpointRanks
+from ..shards.subarrays import Box, boxes_of_range
+from ..shards.tensor_shard import Piece
+from .local_plan import Place, Scattered
 from .output import CHUNK_BYTES, Output, bytes_of
-from .plan import Place, Scattered
 
 
 class _Window(NamedTuple):

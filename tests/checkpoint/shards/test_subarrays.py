@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonmpi.checkpoint.parts.boxes import Box, boxes_of_range
+from axonmpi.checkpoint.shards.subarrays import Box, boxes_of_range
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

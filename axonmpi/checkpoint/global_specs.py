@@ -17,7 +17,7 @@ import torch
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
-from .parts.part import Part
+from .shards.tensor_shard import Part
 
 _DIGEST_BYTES = 16
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_parts import assembled, fill
+from helpers.checkpoint_shards import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_equal, refused
 from helpers.layouts import LAYOUTS, laid_out, whole_model
@@ -16,7 +16,7 @@ from helpers.transformer_parts import gpt2, llama
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.parts.model_parts import model_parts
+from axonmpi.checkpoint.shards.model_shards import model_parts
 from axonmpi.tensor import tensor_parallelize
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ...utils.partition import split_range
 from ..files.tensor_file import PAGE_BYTES, TensorEntry, TensorFile
-from ..parts.boxes import Box
-from ..parts.part import Part, Piece
+from ..shards.subarrays import Box
+from ..shards.tensor_shard import Part, Piece
 
 LONG_RUN_BYTES = 1 << 16
 """Runs of a box that are as long are written one by one."""

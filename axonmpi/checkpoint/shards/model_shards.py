@@ -33,8 +33,8 @@ from ...pipeline.state_names import StateNames
 from ...wrapping.state_names import Wrapper
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
-from .holdings import ALONE, Copies, Holding, Layers
-from .part import Part
+from .parameter_placement import ALONE, Copies, Holding, Layers
+from .tensor_shard import Part
 
 
 class ModelParts:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..groups.process_group import ProcessGroup
-from .catalogue import Catalogue, agree_on, without_repeated
 from .files.tensor_file import TensorFile, lay_out
-from .parts.part import Part
-from .writing.plan import Share, joined, places_in, share_of
+from .global_specs import Catalogue, agree_on, without_repeated
+from .shards.tensor_shard import Part
+from .writing.local_plan import Share, joined, places_in, share_of
 
 Parts = Mapping[str, Sequence[Part]]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_parts import fill
+from helpers.checkpoint_shards import fill
 from helpers.compare import refused
 from torch import Tensor
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec
-from axonmpi.checkpoint.parts.random_state import prepare_random, random_parts
+from axonmpi.checkpoint.shards.random_state import prepare_random, random_parts
 
 
 @pytest.fixture(autouse=True)

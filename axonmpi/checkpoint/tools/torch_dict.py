@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .material import Material
+from .checkpoint_data import Material
 from .optimizer_dict import optimizer_dict, take_optimizer
 
 NAMES = {

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...groups.process_group import ProcessGroup
 from ...utils.device import device_at
 from ..files.tensor_file import TensorSpec
-from .boxes import Box
-from .part import Part, Piece
+from .subarrays import Box
+from .tensor_shard import Part, Piece
 
 _PYTHON = struct.Struct("<B625I?d")
 _NUMPY = struct.Struct("<624IH?d")

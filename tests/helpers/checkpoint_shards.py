@@ -11,11 +11,11 @@ from torch import Tensor
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import CheckpointRanks
+from axonmpi.checkpoint.shards.subarrays import Box
+from axonmpi.checkpoint.shards.tensor_shard import Part, Piece
 from axonmpi.checkpoint.writing.job import Job
-from axonmpi.checkpoint.writing.plan import places_in, share_of
+from axonmpi.checkpoint.writing.local_plan import places_in, share_of
 from axonmpi.groups.world import partition_group
 
 SHAPES = {

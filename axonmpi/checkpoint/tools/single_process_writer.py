@@ -18,9 +18,9 @@ from ..files.values import encoded
 from ..ranks import CheckpointRanks
 from ..saving import MAX_FILE_SIZE, texts_of, versions_here
 from ..writing.job import Job, write_checkpoint
+from ..writing.local_plan import Share, Stretch
 from ..writing.output import bytes_of
-from ..writing.plan import Share, Stretch
-from .material import Material, Progress, total_bytes
+from .checkpoint_data import Material, Progress, total_bytes
 
 _AT_ONCE_BYTES = 256 << 20
 _METADATA = {"format": "pt"}

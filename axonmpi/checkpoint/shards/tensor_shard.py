@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .boxes import Box
+from .subarrays import Box
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_parts import assembled, fill
+from helpers.checkpoint_shards import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_close, assert_equal, refused
 from helpers.layouts import LAYOUTS, OPTIMIZERS, laid_out, optimizer_for, train_alone, whole_model
@@ -19,11 +19,11 @@ from helpers.steps import optimizer_of, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.catalogue import merged
 from axonmpi.checkpoint.files.tensor_file import TensorSpec
 from axonmpi.checkpoint.files.values import decoded
-from axonmpi.checkpoint.parts.model_parts import model_parts
-from axonmpi.checkpoint.parts.optimizer_parts import optimizer_parts, prepare_optimizer
+from axonmpi.checkpoint.global_specs import merged
+from axonmpi.checkpoint.shards.model_shards import model_parts
+from axonmpi.checkpoint.shards.optimizer_shards import optimizer_parts, prepare_optimizer
 
 MANNER = {"params", "foreach", "fused", "capturable", "differentiable"}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from axonmpi.checkpoint.writing.plan import PAGE_BYTES, Stretch, _evenly
+from axonmpi.checkpoint.writing.local_plan import PAGE_BYTES, Stretch, _evenly
 
 
 def counts(stretches: Sequence[Stretch], nbytes: int) -> np.ndarray:

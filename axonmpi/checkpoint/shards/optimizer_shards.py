@@ -25,9 +25,9 @@ from torch.optim.optimizer import Optimizer
 from ...wrapping.optimizer_hooks import OF_ALL_PARAMETERS
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
-from .holdings import Holding
-from .model_parts import ModelParts
-from .part import Part
+from .model_shards import ModelParts
+from .parameter_placement import Holding
+from .tensor_shard import Part
 
 _NAMES = ("params", "param_names")
 MANNER = ("foreach", "fused", "capturable", "differentiable")
