@@ -57,7 +57,7 @@ class CheckpointFolder:
     Args:
         root: The folder, the same on all ranks and on a file system that all of them see; made when first needed.
         keep: How many checkpoints to keep, at least 1; None keeps all.
-        group: The ranks that have parts of the model; None means all.
+        group: The ranks that have shards of the model; None means all.
 
     Attributes:
         root: The folder, as an absolute path.

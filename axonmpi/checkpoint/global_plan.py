@@ -12,37 +12,37 @@ import torch
 
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorFile, lay_out
-from .global_specs import Catalogue, agree_on, without_repeated
-from .shards.tensor_shard import Part
-from .writing.local_plan import Share, joined, places_in, share_of
+from .global_specs import GlobalSpecs, gather_specs, without_duplicates
+from .shards.tensor_shard import TensorShard
+from .writing.local_plan import LocalPlan, joined, local_plan_of, locations_in
 
-Parts = Mapping[str, Sequence[Part]]
+Shards = Mapping[str, Sequence[TensorShard]]
 
 
-class Agreed(NamedTuple):
+class GlobalPlan(NamedTuple):
     """What holds for the next save, too, unless something has changed.
 
     Attributes:
-        catalogue: What all ranks know.
+        specs_of_all: What all ranks know.
         max_file_size: As it was asked for.
         files: The layouts of the files, by kind.
-        is_repeated: Whether ranks that are not equal have parts in common.
+        has_duplicates: Whether ranks that are not equal have shards in common.
     """
 
-    catalogue: Catalogue
+    specs_of_all: GlobalSpecs
     max_file_size: int
     files: Mapping[str, list[TensorFile]]
-    is_repeated: bool
+    has_duplicates: bool
 
 
-def agree(
-    group: ProcessGroup, parts: Parts, notes: dict[str, Any], max_file_size: int, before: Agreed | None
-) -> tuple[Agreed, Share]:
+def plan_writes(
+    group: ProcessGroup, shards: Shards, notes: dict[str, Any], max_file_size: int, before: GlobalPlan | None
+) -> tuple[GlobalPlan, LocalPlan]:
     """Agree on the files, and find what this rank writes of them; collective.
 
     Args:
         group: All ranks.
-        parts: This rank's, by the kind of file; the same kinds on all ranks.
+        shards: This rank's, by the kind of file; the same kinds on all ranks.
         notes: What else is to be known of all ranks together.
         max_file_size: Bytes of tensors in a file.
         before: What the ranks agreed on last time.
@@ -50,31 +50,34 @@ def agree(
     Raises:
         CheckpointError: Ranks have tensors of one name with different shapes or dtypes; on all ranks.
     """
-    known = agree_on(group, parts, notes, before and before.catalogue)
-    if before and known.specs is before.catalogue.specs and max_file_size == before.max_file_size:
+    known = gather_specs(group, shards, notes, before and before.specs_of_all)
+    if before and known.specs is before.specs_of_all.specs and max_file_size == before.max_file_size:
         files = before.files
     else:
         files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
-    share = _share_of(parts, files, known.equals)
-    if before and known.has_same_parts(before.catalogue):
-        is_repeated = before.is_repeated
+    share = _local_plan_of(shards, files, known.equals)
+    if before and known.has_same_parts(before.specs_of_all):
+        has_duplicates = before.has_duplicates
     else:
-        is_repeated = _is_repeated(share, known, group)
-    if is_repeated:
-        share = _share_of(without_repeated(group, parts), files, dict.fromkeys(parts, (1, 0)))
-    return Agreed(known, max_file_size, files, is_repeated), share
+        has_duplicates = _has_duplicates(share, known, group)
+    if has_duplicates:
+        share = _local_plan_of(without_duplicates(group, shards), files, dict.fromkeys(shards, (1, 0)))
+    return GlobalPlan(known, max_file_size, files, has_duplicates), share
 
 
-def _share_of(
-    parts: Parts, files: Mapping[str, Sequence[TensorFile]], equals: Mapping[str, tuple[int, int]]
-) -> Share:
-    places = places_in(files)
+def _local_plan_of(
+    shards: Shards, files: Mapping[str, Sequence[TensorFile]], equals: Mapping[str, tuple[int, int]]
+) -> LocalPlan:
+    places = locations_in(files)
     return joined(
-        [share_of([(part, places[kind, part.name]) for part in own], *equals[kind]) for kind, own in parts.items()]
+        [
+            local_plan_of([(shard, places[kind, shard.name]) for shard in own], *equals[kind])
+            for kind, own in shards.items()
+        ]
     )
 
 
-def _is_repeated(share: Share, known: Catalogue, group: ProcessGroup) -> bool:
+def _has_duplicates(share: LocalPlan, known: GlobalSpecs, group: ProcessGroup) -> bool:
     """Say whether all ranks together would write more than there is; collective."""
     total = torch.tensor(share.nbytes)
     group.all_reduce(total)

@@ -17,7 +17,7 @@ import torch
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
-from .shards.tensor_shard import Part
+from .shards.tensor_shard import TensorShard
 
 _DIGEST_BYTES = 16
 
@@ -25,13 +25,13 @@ Specs = Mapping[str, Sequence[TensorSpec]]
 """The tensors of each kind of file."""
 
 
-class Catalogue(NamedTuple):
+class GlobalSpecs(NamedTuple):
     """What the ranks have agreed on.
 
     Attributes:
         specs: All tensors, in the same order on all ranks.
         notes: The notes of all ranks.
-        equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
+        equals: For each kind of file, how many ranks have the same shards as this one, itself among them, and this
             rank's number among these.
         told: What all ranks said, a row for each digest, by which they know later what has not changed.
     """
@@ -41,96 +41,103 @@ class Catalogue(NamedTuple):
     equals: Mapping[str, tuple[int, int]]
     told: Sequence[bytes]
 
-    def has_same_parts(self, other: Catalogue) -> bool:
-        """Say whether all ranks have the same parts of the same tensors as then; local, the same on all ranks."""
+    def has_same_parts(self, other: GlobalSpecs) -> bool:
+        """Say whether all ranks have the same shards of the same tensors as then; local, the same on all ranks."""
         return self.specs is other.specs and self.told[2:] == other.told[2:]
 
 
-def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> bytes:
-    """Return what a rank tells of its parts and notes, in digests of 16 bytes each; local.
+def digests_of(shards: Mapping[str, Sequence[TensorShard]], notes: Mapping[str, Any]) -> bytes:
+    """Return what a rank tells of its shards and notes, in digests of 16 bytes each; local.
 
     Args:
-        parts: By the kind of file.
+        shards: By the kind of file.
         notes: What JSON can hold.
 
     Returns:
         The first digest is the same where ranks have tensors of the same names, dtypes and shapes, the second where
-        they have the same notes. Then comes one for each kind of file, the same where they have the same parts.
+        they have the same notes. Then comes one for each kind of file, the same where they have the same shards.
     """
-    specs = [f"{kind}\0{part.name}\0{part.dtype}\0{part.shape}" for kind, own in parts.items() for part in own]
-    boxes = [_digest(_boxes(part) for part in own) for own in parts.values()]
-    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *boxes])
+    specs = [f"{kind}\0{shard.name}\0{shard.dtype}\0{shard.shape}" for kind, own in shards.items() for shard in own]
+    subarrays = [_digest(_subarrays(shard) for shard in own) for own in shards.values()]
+    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *subarrays])
 
 
-def _boxes(part: Part) -> str:
-    boxes = [(piece.box.start, piece.box.size) for piece in part.pieces]
-    return f"{part.name}\0{part.shape}\0{part.copies}\0{part.copy}\0{boxes}"
+def _subarrays(shard: TensorShard) -> str:
+    subarrays = [(piece.subarray.start, piece.subarray.size) for piece in shard.pieces]
+    return f"{shard.name}\0{shard.shape}\0{shard.copies}\0{shard.copy}\0{subarrays}"
 
 
 def _digest(lines: Iterable[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()[:_DIGEST_BYTES]
 
 
-def agree_on(
+def gather_specs(
     group: ProcessGroup,
-    parts: Mapping[str, Sequence[Part]],
+    shards: Mapping[str, Sequence[TensorShard]],
     notes: dict[str, Any],
-    before: Catalogue | None = None,
-) -> Catalogue:
+    before: GlobalSpecs | None = None,
+) -> GlobalSpecs:
     """Agree on the tensors of a checkpoint; collective.
 
     Args:
         group: All ranks.
-        parts: This rank's, by the kind of file; the same kinds on all ranks.
+        shards: This rank's, by the kind of file; the same kinds on all ranks.
         notes: What else is to be known of all ranks together; where two differ, the lower rank's counts.
         before: What the ranks agreed on last time.
 
     Raises:
         CheckpointError: Ranks have tensors of one name with different shapes or dtypes; on all ranks.
     """
-    told = group.all_gather(torch.frombuffer(bytearray(digests_of(parts, notes)), dtype=torch.uint8)).numpy()
+    told = group.all_gather(torch.frombuffer(bytearray(digests_of(shards, notes)), dtype=torch.uint8)).numpy()
     of_all = told.reshape(group.size, -1, _DIGEST_BYTES)
     same = (of_all == of_all[group.rank]).all(-1)  # [W, digests] as this rank
     before_this = same[: group.rank]
     equals = {
         kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
-        for number, kind in enumerate(parts)
+        for number, kind in enumerate(shards)
     }
-    rows = [of_all[:, number].tobytes() for number in range(2 + len(parts))]
+    rows = [of_all[:, number].tobytes() for number in range(2 + len(shards))]
     specs: Specs
     if before is not None and before.told[0] == rows[0]:
         specs = before.specs
     elif same[:, 0].all():
-        specs = _own_specs(parts)
+        specs = _own_specs(shards)
     else:  # the first of those with the same tensors speaks for all of them
-        specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(parts)))
+        specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(shards)))
     if not same[:, 1].all():
         notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
-    return Catalogue(specs, notes, equals, rows)
+    return GlobalSpecs(specs, notes, equals, rows)
 
 
-def without_repeated(group: ProcessGroup, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Part]]:
-    """Leave out parts that a lower rank has as well, such as what experts have in common; collective.
+def without_duplicates(
+    group: ProcessGroup, shards: Mapping[str, Sequence[TensorShard]]
+) -> dict[str, list[TensorShard]]:
+    """Leave out shards that a lower rank has as well, such as what experts have in common; collective.
 
-    For ranks that are not equal and nevertheless have equal parts. What is left is to be written by one rank.
+    For ranks that are not equal and nevertheless have equal shards. What is left is to be written by one rank.
 
     Args:
         group: All ranks.
-        parts: This rank's, by the kind of file.
+        shards: This rank's, by the kind of file.
     """
-    own = {kind: {part.name: _digest([_boxes(part)]) for part in of_kind} for kind, of_kind in parts.items()}
+    own = {
+        kind: {shard.name: _digest([_subarrays(shard)]) for shard in of_kind} for kind, of_kind in shards.items()
+    }
     lower: Sequence[dict[str, dict[str, bytes]]] = group.all_gather_object(own)[: group.rank]
     return {
         kind: [
-            part for part in of_kind if all(known[kind].get(part.name) != own[kind][part.name] for known in lower)
+            shard
+            for shard in of_kind
+            if all(known[kind].get(shard.name) != own[kind][shard.name] for known in lower)
         ]
-        for kind, of_kind in parts.items()
+        for kind, of_kind in shards.items()
     }
 
 
-def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:
+def _own_specs(shards: Mapping[str, Sequence[TensorShard]]) -> dict[str, list[TensorSpec]]:
     return {
-        kind: [TensorSpec(part.name, part.dtype, part.shape) for part in of_kind] for kind, of_kind in parts.items()
+        kind: [TensorSpec(shard.name, shard.dtype, shard.shape) for shard in of_kind]
+        for kind, of_kind in shards.items()
     }
 
 

@@ -29,12 +29,12 @@ from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
 from .ranks import CheckpointRanks, ranks_of
-from .reading import check_blocks, read_parts
+from .reading import check_blocks, read_shards
 from .saving import Stateful
-from .shards.model_shards import ModelParts, model_parts, reshaped_buffers
+from .shards.model_shards import ModelShards, model_shards, reshaped_buffers
 from .shards.optimizer_shards import prepare_optimizer
 from .shards.random_state import prepare_random
-from .shards.tensor_shard import Part
+from .shards.tensor_shard import TensorShard
 
 _MOST_NAMES = 20
 
@@ -92,7 +92,7 @@ def load_checkpoint(
         dtype: A floating-point dtype that the model's floating-point values are rounded to; they are converted to
             the dtypes of the model in any case. None means no rounding before.
         random: Whether each rank's random state is restored, if the checkpoint has as many as there are ranks.
-        group: The ranks that have parts of the model; None means all.
+        group: The ranks that have shards of the model; None means all.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -170,7 +170,7 @@ def _load(
     state, files = contents.state, contents.files
     with ExitStack() as stack:
         stack.enter_context(reshaped_buffers(model, contents.specs("model")))
-        described = model_parts(model, ranks.all)
+        described = model_shards(model, ranks.all)
         stack.enter_context(described.stable())
         fit = _fit(described, contents, ranks.all)
         fit.check(strict=strict)
@@ -178,14 +178,14 @@ def _load(
             optimized, give = _prepared(optimizer, described, contents)
             rows, restore = prepare_random(ranks.all, contents.specs("random"))
         # Into memory of their own, and then all of the model's files: damage shows before anything is changed.
-        others = [(part.name, part) for part in [*optimized, *rows]]
-        read_parts(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
+        others = [(shard.name, shard) for shard in [*optimized, *rows]]
+        read_shards(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
         check_blocks(contents.folder, files["model"], ranks, contents.checksums)
         with raised_on_all(ranks.all.backend):
             for name, stateful in states.items():
                 if stateful is not None:
                     stateful.load_state_dict(decoded(state[name]))
-        read_parts(contents.folder, files["model"], fit.parts, ranks, contents.checksums, dtype=dtype)
+        read_shards(contents.folder, files["model"], fit.shards, ranks, contents.checksums, dtype=dtype)
         described.loaded(_extra_in(contents))
     give()
     restore()
@@ -205,8 +205,8 @@ def _extra_in(contents: Contents) -> Mapping[str, Any]:
 
 
 def _prepared(
-    optimizer: torch.optim.Optimizer | None, described: ModelParts, contents: Contents
-) -> tuple[list[Part], Callable[[], None]]:
+    optimizer: torch.optim.Optimizer | None, described: ModelShards, contents: Contents
+) -> tuple[list[TensorShard], Callable[[], None]]:
     if optimizer is None:
         return [], lambda: None
     return prepare_optimizer(optimizer, described, contents.specs("optimizer"), contents.state["optimizer"])
@@ -219,14 +219,14 @@ class _Fit(NamedTuple):
     """What a file has of a model.
 
     Attributes:
-        parts: This rank's, with the names that their tensors have in the file.
+        shards: This rank's, with the names that their tensors have in the file.
         missing: Names that the model has and the file has not, of all ranks.
         unexpected: Names that the file has and the model has not.
         wrong: What is wrong with tensors of shapes or dtypes that do not fit.
         where: The file, for messages.
     """
 
-    parts: list[tuple[str, Part]]
+    shards: list[tuple[str, TensorShard]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     wrong: tuple[str, ...]
@@ -248,28 +248,28 @@ class _Fit(NamedTuple):
             raise ValueError(f"model: {self.where} does not fit it\n  " + "\n  ".join(lines) + todo)
 
 
-def _fit(described: ModelParts, contents: Contents, group: ProcessGroup) -> _Fit:
+def _fit(described: ModelShards, contents: Contents, group: ProcessGroup) -> _Fit:
     """Find the tensors of a model in a file, by any of the names that they have; collective."""
     in_file = contents.specs("model")
-    names_of = {part.name: [part.name] for part in described.parts}
+    names_of = {shard.name: [shard.name] for shard in described.shards}
     for alias, name in described.aliases.items():
         names_of.setdefault(name, [name]).append(alias)
     saved_as = contents.state.get("model", {}).get("aliases", {})  # tied when it was saved
-    parts: list[tuple[str, Part]] = []
+    shards: list[tuple[str, TensorShard]] = []
     missing: list[str] = []
-    for part in described.parts:
-        names = names_of[part.name]
+    for shard in described.shards:
+        names = names_of[shard.name]
         found = [name for name in (*names, *(saved_as.get(name) for name in names)) if name in in_file]
-        parts += [(found[0], part)] if found else []
-        missing += [] if found else [part.name]
+        shards += [(found[0], shard)] if found else []
+        missing += [] if found else [shard.name]
     extra = _extra_in(contents)
     missing += [name for name in described.extra if contents.state and name not in extra]
-    wrong = [text for name, part in parts if (text := _misfit(part, in_file[name]))]
-    known = set(chain(*names_of.values(), described.extra, (name for name, _ in parts)))
+    wrong = [text for name, shard in shards if (text := _misfit(shard, in_file[name]))]
+    known = set(chain(*names_of.values(), described.extra, (name for name, _ in shards)))
     unexpected = _unknown([*in_file, *extra], known, group)
     told = group.all_gather_object((missing, wrong))
     all_missing, all_wrong = (tuple(dict.fromkeys(chain(*texts))) for texts in zip(*told, strict=True))
-    return _Fit(parts, all_missing, unexpected, all_wrong, contents.folder)
+    return _Fit(shards, all_missing, unexpected, all_wrong, contents.folder)
 
 
 def _unknown(names: Sequence[str], known: Container[str], group: ProcessGroup) -> tuple[str, ...]:
@@ -279,13 +279,13 @@ def _unknown(names: Sequence[str], known: Container[str], group: ProcessGroup) -
     return tuple(name for name, mark in zip(names, marks.tolist(), strict=True) if not mark)
 
 
-def _misfit(part: Part, spec: TensorSpec) -> str:
-    if part.shape != spec.shape:
-        return f"{spec.name!r}: expected shape {list(part.shape)}, got {list(spec.shape)}"
-    if _sort(part.dtype) != _sort(spec.dtype):
-        return f"{spec.name!r}: expected {_sort(part.dtype)} such as {part.dtype}, got {spec.dtype}"
-    if _sort(part.dtype) == "integers" and torch.promote_types(part.dtype, spec.dtype) != part.dtype:
-        return f"{spec.name!r}: expected integers that {part.dtype} holds, got {spec.dtype}"
+def _misfit(shard: TensorShard, spec: TensorSpec) -> str:
+    if shard.shape != spec.shape:
+        return f"{spec.name!r}: expected shape {list(shard.shape)}, got {list(spec.shape)}"
+    if _sort(shard.dtype) != _sort(spec.dtype):
+        return f"{spec.name!r}: expected {_sort(shard.dtype)} such as {shard.dtype}, got {spec.dtype}"
+    if _sort(shard.dtype) == "integers" and torch.promote_types(shard.dtype, spec.dtype) != shard.dtype:
+        return f"{spec.name!r}: expected integers that {shard.dtype} holds, got {spec.dtype}"
     return ""
 
 

@@ -5,7 +5,7 @@
 
 A handler does nothing but set the flag: it runs between any two instructions of the program, where nothing can be
 saved. The ranks notice at different times, and only some may get the signal. So they stop when all know that one of
-them wants to: at the same step, after one small reduction, or as part of one that happens anyway.
+them wants to: at the same step, after one small reduction, or as shard of one that happens anyway.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
 from .background import Background
-from .global_plan import Agreed
+from .global_plan import GlobalPlan
 
 
 class CheckpointRanks:
@@ -28,10 +28,10 @@ class CheckpointRanks:
         all: All ranks.
         node: Those of this node.
         nodes: Number of nodes.
-        agreed: What the ranks agreed on last.
+        plan_of_all: What the ranks agreed on last.
     """
 
-    agreed: Agreed | None = None
+    plan_of_all: GlobalPlan | None = None
 
     def __init__(self, everyone: ProcessGroup, node: ProcessGroup, nodes: int) -> None:
         self.all = everyone
@@ -68,7 +68,7 @@ def ranks_of(group: ProcessGroup) -> CheckpointRanks:
     """Return the groups of a group's checkpoints, which are made once; collective the first time.
 
     Args:
-        group: The ranks that have parts of the model.
+        group: The ranks that have shards of the model.
     """
     found = _made.get(group)
     if found is not None and found.all.is_open:

@@ -4,7 +4,7 @@
     rank 1 needs    . . # # . # . . .
     read by         0 0 0 1 . 1 . 1 .       the next needed blocks are a window, of which each rank reads a share
 
-Windows are memory that the node has in common. Each rank copies its own parts out of a window; meanwhile others
+Windows are memory that the node has in common. Each rank copies its own shards out of a window; meanwhile others
 read the next one into a second memory. Blocks are read whole, so their checksums are checked.
 """
 
@@ -29,8 +29,8 @@ from ..utils.text import text_of_problems
 from .files.checksums import BLOCK_BYTES, block_count, crc32
 from .files.tensor_file import TensorEntry, TensorFile, check_size
 from .ranks import CheckpointRanks
-from .shards.subarrays import Box, boxes_of_range, strides_of
-from .shards.tensor_shard import Part
+from .shards.subarrays import Subarray, strides_of, subarrays_of_range
+from .shards.tensor_shard import TensorShard
 
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for elements that begin in it
@@ -42,24 +42,24 @@ Blocks = npt.NDArray[np.int64]
 
 
 @torch.no_grad()
-def read_parts(
+def read_shards(
     folder: Path,
     files: Sequence[TensorFile],
-    parts: Sequence[tuple[str, Part]],
+    shards: Sequence[tuple[str, TensorShard]],
     ranks: CheckpointRanks,
     checksums: Mapping[str, npt.NDArray[np.uint32]],
     *,
     dtype: torch.dtype | None = None,
     window_bytes: int = WINDOW_BYTES,
 ) -> None:
-    """Fill parts with the values that files have, in the dtype and on the device of each part; collective.
+    """Fill shards with the values that files have, in the dtype and on the device of each shard; collective.
 
     The ranks of a node read together; each has two windows of memory for it, and no more.
 
     Args:
         folder: Where the files are.
         files: The same on all ranks.
-        parts: What this rank needs, with the tensor's name in the files; shapes agree.
+        shards: What this rank needs, with the tensor's name in the files; shapes are equal.
         ranks: Who reads.
         checksums: By name of a file, uint32 [blocks]; files without them are not checked.
         dtype: What floating-point values are rounded to first; None means nothing.
@@ -67,9 +67,9 @@ def read_parts(
 
     Raises:
         CheckpointError: Something cannot be read, or is damaged; on all ranks, when they have read all. Names the
-            files, the tensors and the ranks; the values of the parts are then undefined.
+            files, the tensors and the ranks; the values of the shards are then undefined.
     """
-    sources = [_Source(folder / file.name, file, parts, checksums.get(file.name), dtype) for file in files]
+    sources = [_Source(folder / file.name, file, shards, checksums.get(file.name), dtype) for file in files]
     problems: list[str] = []
     needed = _needed_on_node(ranks.node, sources)
     windows = _Windows(ranks.node, window_bytes, sum(map(len, needed)))
@@ -153,7 +153,7 @@ class _Windows:
         self._filled, self._next = node.node_empty((2, _BEFORE + self._count * BLOCK_BYTES), torch.uint8)
 
     def read(self, source: _Source, blocks: Blocks, problems: list[str]) -> None:
-        """Read blocks of a file and copy this rank's parts out of them; collective over the node."""
+        """Read blocks of a file and copy this rank's shards out of them; collective over the node."""
         last = -2
         for at in range(0, len(blocks), self._count):
             window = blocks[at : at + self._count]
@@ -179,7 +179,7 @@ class _Source:
     Args:
         path: Of the file.
         file: What is in it.
-        parts: What this rank needs, with the tensor's name; of other files, too.
+        shards: What this rank needs, with the tensor's name; of other files, too.
         checksums: Of its blocks, None if they are not known.
         dtype: What floating-point values are rounded to first.
     """
@@ -188,7 +188,7 @@ class _Source:
         self,
         path: Path,
         file: TensorFile,
-        parts: Sequence[tuple[str, Part]],
+        shards: Sequence[tuple[str, TensorShard]],
         checksums: npt.NDArray[np.uint32] | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -196,7 +196,7 @@ class _Source:
         self._file = file
         self._checksums = checksums
         self._dtype = dtype
-        found = [(file.entries[name], part) for name, part in parts if name in file.entries]
+        found = [(file.entries[name], shard) for name, shard in shards if name in file.entries]
         self._needed = sorted((each for each in found if each[0].spec.nbytes), key=lambda each: each[0].start)
         self._stops = [entry.stop for entry, _ in self._needed]
         self._opened: FileIO | None = None
@@ -204,9 +204,9 @@ class _Source:
     def marks(self) -> npt.NDArray[np.uint8]:
         """Return 1 for each block of the file that this rank needs, 0 for the others; local."""
         change = np.zeros(block_count(self._file.size) + 1, dtype=np.int64)
-        for entry, part in self._needed:
-            for piece in part.pieces:
-                starts, nbytes = _stretches(piece.box, entry)
+        for entry, shard in self._needed:
+            for piece in shard.pieces:
+                starts, nbytes = _stretches(piece.subarray, entry)
                 np.add.at(change, starts // BLOCK_BYTES, 1)
                 np.add.at(change, (starts + nbytes - 1) // BLOCK_BYTES + 1, -1)
         return (np.cumsum(change)[:-1] > 0).astype(np.uint8)
@@ -259,7 +259,7 @@ class _Source:
         shown = ", ".join(names[:_MOST_NAMES] + ["..."] * (len(names) > _MOST_NAMES)) or "its header"
         return CheckpointError(f"{self._path}: bytes {start} to {stop}, with {shown}: {what}")
 
-    # ---- from a window into parts -----------------------------------------------------------------------------
+    # ---- from a window into shards -----------------------------------------------------------------------------
 
     def copy(self, window: Blocks, memory: Tensor) -> None:
         """Copy out of a window what this rank needs; local.
@@ -273,16 +273,18 @@ class _Source:
             start = int(window[first]) * BLOCK_BYTES
             stop = start + int(last - first) * BLOCK_BYTES
             bytes_before = _BEFORE + int(first) * BLOCK_BYTES - start
-            for entry, part in self._between(start, stop):
-                self._copy_part(entry, part, start, stop, memory, bytes_before)
+            for entry, shard in self._between(start, stop):
+                self._copy_shard(entry, shard, start, stop, memory, bytes_before)
 
-    def _between(self, start: int, stop: int) -> Iterator[tuple[TensorEntry, Part]]:
+    def _between(self, start: int, stop: int) -> Iterator[tuple[TensorEntry, TensorShard]]:
         for index in range(bisect_right(self._stops, start), len(self._needed)):
             if self._needed[index][0].start >= stop:
                 return
             yield self._needed[index]
 
-    def _copy_part(self, entry: TensorEntry, part: Part, start: int, stop: int, memory: Tensor, shift: int) -> None:
+    def _copy_shard(
+        self, entry: TensorEntry, shard: TensorShard, start: int, stop: int, memory: Tensor, shift: int
+    ) -> None:
         """Copy the elements of a tensor that end after `start`, and at `stop` at the latest.
 
         Of one that begins before `start`, the first bytes are before it in memory too, if this rank needs it: then
@@ -290,7 +292,7 @@ class _Source:
 
         Args:
             entry: The tensor.
-            part: What this rank needs of it.
+            shard: What this rank needs of it.
             start: Where blocks that follow each other begin in the file.
             stop: Where they end.
             memory: [bytes] the window.
@@ -301,15 +303,15 @@ class _Source:
         last = min(stop - entry.start, entry.spec.nbytes) // size
         place = entry.start + shift + first * size
         values = _elements(memory[place : place + (last - first) * size], entry.spec.dtype)
-        for box in boxes_of_range(shape, first, last):
-            at = box.first_in(shape) - first
-            source = values[at : at + box.numel].view(box.size)
-            for piece in part.pieces:
-                if common := box.meet(piece.box):
-                    found = source[common.within(box).slices]
+        for subarray in subarrays_of_range(shape, first, last):
+            at = subarray.first_in(shape) - first
+            source = values[at : at + subarray.numel].view(subarray.size)
+            for piece in shard.pieces:
+                if common := subarray.meet(piece.subarray):
+                    found = source[common.within(subarray).slices]
                     if self._dtype is not None and found.is_floating_point():
                         found = found.to(self._dtype)
-                    piece.view[common.within(piece.box).slices].copy_(found)
+                    piece.view[common.within(piece.subarray).slices].copy_(found)
 
 
 def _elements(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -317,18 +319,18 @@ def _elements(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.clone() if values.storage_offset() % dtype.itemsize else values).view(dtype)
 
 
-def _stretches(box: Box, entry: TensorEntry) -> tuple[npt.NDArray[np.int64], int]:
-    """Return where in the file the stretches of bytes with a box of a tensor begin, and the bytes of each.
+def _stretches(subarray: Subarray, entry: TensorEntry) -> tuple[npt.NDArray[np.int64], int]:
+    """Return where in the file the slices of bytes with a subarray of a tensor begin, and the bytes of each.
 
-    Gaps below a block are part of a stretch, so there are no more stretches than blocks.
+    Gaps below a block are shard of a file_slice, so there are no more slices than blocks.
     """
-    starts = np.zeros(1 if box.numel else 0, dtype=np.int64)
+    starts = np.zeros(1 if subarray.numel else 0, dtype=np.int64)
     nbytes = entry.spec.dtype.itemsize
-    for size, stride in zip(reversed(box.size), reversed(strides_of(entry.spec.shape)), strict=True):
+    for size, stride in zip(reversed(subarray.size), reversed(strides_of(entry.spec.shape)), strict=True):
         step = stride * entry.spec.dtype.itemsize
         if len(starts) == 1 and step - nbytes < BLOCK_BYTES:
             nbytes += (size - 1) * step
         else:
             starts = (np.arange(size, dtype=np.int64)[:, None] * step + starts).reshape(-1)
-    offset = box.first_in(entry.spec.shape) * entry.spec.dtype.itemsize
+    offset = subarray.first_in(entry.spec.shape) * entry.spec.dtype.itemsize
     return starts + (entry.start + offset), nbytes

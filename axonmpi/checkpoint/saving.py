@@ -29,14 +29,14 @@ from .background import Background
 from .files.state_file import FORMAT, STATE_FILE, VERSION
 from .files.tensor_file import TensorFile, index_of
 from .files.values import encoded
-from .global_plan import agree
+from .global_plan import plan_writes
 from .ranks import CheckpointRanks, ranks_of
-from .shards.model_shards import ModelParts, model_parts
-from .shards.optimizer_shards import optimizer_parts
-from .shards.random_state import random_parts
-from .shards.tensor_shard import Part
+from .shards.model_shards import ModelShards, model_shards
+from .shards.optimizer_shards import optimizer_shards
+from .shards.random_state import random_shards
+from .shards.tensor_shard import TensorShard
 from .writing.job import Job, write_checkpoint
-from .writing.local_plan import Share
+from .writing.local_plan import LocalPlan
 from .writing.snapshot import Snapshot
 
 MAX_FILE_SIZE = 50 * 10**9
@@ -73,7 +73,7 @@ def save_checkpoint(
     """Write a model, and what is needed to go on training it, to a folder; collective.
 
     The folder has standard files with whole tensors under the names that the model has without any wrapper,
-    whatever the layout of the ranks. Each rank writes its own parts of them; no rank gathers anything. The folder
+    whatever the layout of the ranks. Each rank writes its own shards of them; no rank gathers anything. The folder
     gets its name when all of it is on the disk: a job that is killed leaves what was there before.
 
     Args:
@@ -92,7 +92,7 @@ def save_checkpoint(
             copied while forward and backward run, and `optimizer.step()` waits until they are; without an optimizer
             they are copied before the call returns. Another save waits for the one before.
         max_file_size: Bytes of tensors in a file; more are spread over several files with an index.
-        group: The ranks that have parts of the model; None means all.
+        group: The ranks that have shards of the model; None means all.
 
     Returns:
         None; without `blocking` a `Work`, which is done when the checkpoint is complete. If it fails, the next step
@@ -156,21 +156,21 @@ def _save(
     blocking: bool,
     max_file_size: int,
 ) -> Work | None:
-    described = model_parts(model, ranks.all)
+    described = model_shards(model, ranks.all)
     with described.stable():
         with raised_on_all(ranks.all.backend):
-            optimized = None if optimizer is None else optimizer_parts(optimizer, described)
+            optimized = None if optimizer is None else optimizer_shards(optimizer, described)
             notes: dict[str, Any] = {"model": {"aliases": described.aliases, "extra": described.extra}}
             notes["optimizer"] = None if optimized is None else optimized.state
             notes["config"] = described.config
-            parts: dict[str, Sequence[Part]] = {"model": _marked(described, optimizer)}
+            shards: dict[str, Sequence[TensorShard]] = {"model": _marked(described, optimizer)}
             if optimized is not None:
-                parts["optimizer"] = [dataclasses.replace(part, may_wait=True) for part in optimized.parts]
-            parts["random"] = random_parts(ranks.all)
-            for kind, own in parts.items():
-                _check_names(kind, [part.name for part in own])
-        ranks.agreed, share = agree(ranks.all, parts, notes, max_file_size, ranks.agreed)
-        known, files = ranks.agreed.catalogue, ranks.agreed.files
+                shards["optimizer"] = [dataclasses.replace(shard, may_wait=True) for shard in optimized.shards]
+            shards["random"] = random_shards(ranks.all)
+            for kind, own in shards.items():
+                _check_names(kind, [shard.name for shard in own])
+        ranks.plan_of_all, share = plan_writes(ranks.all, shards, notes, max_file_size, ranks.plan_of_all)
+        known, files = ranks.plan_of_all.specs_of_all, ranks.plan_of_all.files
         config = known.notes.pop("config")
         texts = texts_of({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
@@ -195,7 +195,7 @@ def _check_names(kind: str, names: Sequence[str]) -> None:
             raise ValueError(f"{kind}: {name!r} is no Unicode text, which names in a file are: rename it") from None
 
 
-def _snapshot(share: Share) -> Snapshot:
+def _snapshot(share: LocalPlan) -> Snapshot:
     try:
         snapshot = Snapshot(share)
         snapshot.copy_now()
@@ -242,11 +242,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
-def _marked(described: ModelParts, optimizer: torch.optim.Optimizer | None) -> list[Part]:
-    """Return the parts of a model, of which those may wait that only the optimizer changes."""
-    changed = [] if optimizer is None else [described.part_of(parameter) for parameter in parameters_of(optimizer)]
-    names = {part.name for part in changed if part is not None}
-    return [dataclasses.replace(part, may_wait=part.name in names) for part in described.parts]
+def _marked(described: ModelShards, optimizer: torch.optim.Optimizer | None) -> list[TensorShard]:
+    """Return the shards of a model, of which those may wait that only the optimizer changes."""
+    changed = [] if optimizer is None else [described.shard_of(parameter) for parameter in parameters_of(optimizer)]
+    names = {shard.name for shard in changed if shard is not None}
+    return [dataclasses.replace(shard, may_wait=shard.name in names) for shard in described.shards]
 
 
 def _state_of(name: str, stateful: Stateful | None) -> Any:

@@ -6,7 +6,7 @@
     FSDP over it          some elements of these rows
     pipeline              of the tensors of its stages
 
-Parts are views of the rank's own memory. Nothing is gathered.
+Shards are views of the rank's own memory. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -33,58 +33,58 @@ from ...pipeline.state_names import StateNames
 from ...wrapping.state_names import Wrapper
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
-from .parameter_placement import ALONE, Copies, Holding, Layers
-from .tensor_shard import Part
+from .parameter_placement import UNREPLICATED, Layers, Placement, Replicas
+from .tensor_shard import TensorShard
 
 
-class ModelParts:
-    """What a rank has of a model, made by `model_parts`.
+class ModelShards:
+    """What a rank has of a model, made by `model_shards`.
 
     Attributes:
-        parts: Of the tensors in its state dict, each once; of tied parameters those of the first stage.
+        shards: Of the tensors in its state dict, each once; of tied parameters those of the first stage.
         aliases: The other names of tied tensors, and the names that they have in the file.
         extra: What modules return from `get_extra_state()`, if it is no tensor, by name, as JSON has it.
         config: The model's `config` as JSON has it; None if there is none.
     """
 
     def __init__(self, model: nn.Module, roots: Sequence[_Root], ties: Mapping[int, _Tied]) -> None:
-        self.parts: list[Part] = []
+        self.shards: list[TensorShard] = []
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, Any] = {}
         self.config = _config_of(model)
         self._pipeline = model if isinstance(model, Pipeline) else None
         modules = [module for root in roots for module in root.module.modules()]
         self._runtimes = _runtimes_in(modules)
-        self._sharded = {id(part.sharded): part for runtime in self._runtimes for part in runtime.parameters}
+        self._sharded = {id(shard.sharded): shard for runtime in self._runtimes for shard in runtime.parameters}
         self._layers = Layers(modules)
         self._ties = ties
         self._names: dict[int, str] = {}
-        self._holdings: dict[int, Holding] = {}
-        self._own: dict[int, Part] = {}
+        self._placements: dict[int, Placement] = {}
+        self._own: dict[int, TensorShard] = {}
         self._others: list[tuple[_Root, dict[str, Any]]] = []
         self._buffers: dict[str, Tensor] = {}
         self._repeated: list[tuple[Tensor, Tensor]] = []
         for root in roots:
             self._add_all(root)
 
-    def holding_of(self, parameter: Tensor) -> Holding | None:
+    def placement_of(self, parameter: Tensor) -> Placement | None:
         """Return where a parameter lies, as optimizers have it; None if it is not of this model; local."""
-        return self._holdings.get(id(parameter))
+        return self._placements.get(id(parameter))
 
-    def part_of(self, parameter: Tensor) -> Part | None:
-        """Return the part that a parameter is, as optimizers have it; None if it is not of this model; local."""
+    def shard_of(self, parameter: Tensor) -> TensorShard | None:
+        """Return the shard that a parameter is, as optimizers have it; None if it is not of this model; local."""
         return self._own.get(id(parameter))
 
     @contextmanager
     def stable(self) -> Iterator[None]:
-        """Let parts be read or written in the `with` block; collective at both ends for FSDP, and local else."""
+        """Let shards be read or written in the `with` block; collective at both ends for FSDP, and local else."""
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.between_steps())
             yield
 
     def loaded(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Let the model compute with what was written to its parts; within `stable()`, collective for pipelines.
+        """Let the model compute with what was written to its shards; within `stable()`, collective for pipelines.
 
         Args:
             extra: Values for `set_extra_state()` by name, as JSON has them; names of other ranks do nothing.
@@ -120,7 +120,7 @@ class ModelParts:
         full = _plain(root.prefix + name)
         if isinstance(value, Tensor):
             copy = value.detach().clone()
-            self._add_part(self._holding(root, name, full, copy).part(copy), is_split=False)
+            self._add_shard(self._placement(root, name, full, copy).shard(copy), is_split=False)
             return copy
         self.extra[full] = encoded(value, f"model: {full!r} in its state dict, such as get_extra_state() adds")
         return value
@@ -138,38 +138,38 @@ class ModelParts:
         tied = self._ties.get(id(tensor))
         self._names[id(tensor)] = of = full if tied is None else tied.name
         self._add_alias(full, of)
-        holding = self._holding(root, name, of, tensor, is_first=tied is None or tied.is_first)
+        placement = self._placement(root, name, of, tensor, is_first=tied is None or tied.is_first)
         sharded = self._sharded.get(id(tensor))
-        part = holding.part(tensor if sharded is None else sharded.own)
+        shard = placement.shard(tensor if sharded is None else sharded.own)
         if is_parameter:
-            self._holdings[id(tensor)], self._own[id(tensor)] = holding, part
+            self._placements[id(tensor)], self._own[id(tensor)] = placement, shard
         else:
             self._buffers[full] = tensor
-        if holding.is_first:
-            self._add_part(part, is_split=part.is_split and is_parameter)
+        if placement.is_first:
+            self._add_shard(shard, is_split=shard.is_split and is_parameter)
 
-    def _add_part(self, part: Part, *, is_split: bool) -> None:
-        self.parts.append(dataclasses.replace(part, is_split=is_split))
+    def _add_shard(self, shard: TensorShard, *, is_split: bool) -> None:
+        self.shards.append(dataclasses.replace(shard, is_split=is_split))
 
     def _add_alias(self, name: str, of: str) -> None:
         if name != of:
             self.aliases[name] = of
 
-    def _holding(self, root: _Root, name: str, of: str, tensor: Tensor, *, is_first: bool = True) -> Holding:
+    def _placement(self, root: _Root, name: str, of: str, tensor: Tensor, *, is_first: bool = True) -> Placement:
         """Return where a tensor with a name in the root lies, in the file's tensor `of`."""
         sharded = self._sharded.get(id(tensor))
         if sharded is None:
             is_shared = name in root.shared and not isinstance(tensor, nn.Parameter)
             copies = root.shared[name].each_of(root.copies) if is_shared else root.copies
             shape = tuple(tensor.shape)
-            return self._layers.holding(
+            return self._layers.placement(
                 of, tensor, shape, (0, math.prod(shape)), shape, (copies, copies), is_first=is_first
             )
         holders, rank = sharded.holders, sharded.flat.group.rank
-        wholes = Copies(len(holders), holders.index(rank)) if rank in holders else ALONE
+        wholes = Replicas(len(holders), holders.index(rank)) if rank in holders else UNREPLICATED
         memory = tuple(sharded.own.shape)
-        return self._layers.holding(
-            *(of, tensor, tuple(sharded.shape), sharded.bounds, memory, (ALONE, wholes)), is_first=is_first
+        return self._layers.placement(
+            *(of, tensor, tuple(sharded.shape), sharded.bounds, memory, (UNREPLICATED, wholes)), is_first=is_first
         )
 
 
@@ -193,38 +193,40 @@ class _Root:
     Attributes:
         module: The same.
         prefix: What comes before its names in the file.
-        copies: The ranks that have what FSDP does not divide in it, but for replicas with all parts alike.
+        copies: The ranks that have what FSDP does not divide in it, but for replicas with all shards alike.
         shared: The ranks of a pipeline that have the same tensor, by its name.
     """
 
     module: nn.Module
     prefix: str
-    copies: Copies
-    shared: Mapping[str, Copies]
+    copies: Replicas
+    shared: Mapping[str, Replicas]
 
     @classmethod
-    def of(cls, module: nn.Module, prefix: str = "", shared: Mapping[str, Copies] | None = None) -> _Root:
+    def of(cls, module: nn.Module, prefix: str = "", shared: Mapping[str, Replicas] | None = None) -> _Root:
         """Describe one; local.
 
         Raises:
-            ValueError: Different ranks share parts of it.
+            ValueError: Different ranks share shards of it.
         """
         groups = [runtime.group for runtime in _runtimes_in(module.modules())]
         if any(group.ranks != groups[0].ranks for group in groups):
             raise ValueError("model: expected modules in FSDP that all belong to one group of ranks")
-        return cls(module, prefix, Copies(groups[0].size, groups[0].rank) if groups else ALONE, shared or {})
+        return cls(
+            module, prefix, Replicas(groups[0].size, groups[0].rank) if groups else UNREPLICATED, shared or {}
+        )
 
 
 def _runtimes_in(modules: Iterable[nn.Module]) -> list[FSDPRuntime]:
     return [module.runtime for module in modules if isinstance(module, FullyShardedDataParallel)]
 
 
-def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
+def model_shards(model: nn.Module, group: ProcessGroup) -> ModelShards:
     """Find what this rank has of a model; collective.
 
     Args:
         model: A module, or one wrapped in DDP or FSDP, also with parallel layers; or a `Pipeline` of such stages.
-        group: All ranks that have a part of it.
+        group: All ranks that have a shard of it.
 
     Raises:
         ValueError: The state dict has something that a file cannot hold, or the model is on the meta device; on all
@@ -238,7 +240,7 @@ def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
         if isinstance(model, Pipeline) and names is not None:
             made = _of_stages(model, names)
         else:
-            made = ModelParts(model, [_Root.of(model)], {})
+            made = ModelShards(model, [_Root.of(model)], {})
     return made
 
 
@@ -274,10 +276,12 @@ def reshaped_buffers(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Itera
         raise
 
 
-def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelParts:
+def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelShards:
     stages = {int(number): stage for number, stage in pipeline.stages.items()}
     rank = pipeline.process_group.rank
-    shared = {name: Copies(len(ranks), ranks.index(rank)) for name, ranks in names.shared.items() if rank in ranks}
+    shared = {
+        name: Replicas(len(ranks), ranks.index(rank)) for name, ranks in names.shared.items() if rank in ranks
+    }
     roots = [_Root.of(stage, names.prefixes[number], shared) for number, stage in stages.items()]
     own = {number: dict(stage.named_parameters(remove_duplicate=False)) for number, stage in stages.items()}
     ties: dict[int, _Tied] = {}
@@ -287,7 +291,7 @@ def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelParts:
             if number in own:
                 tied = _Tied(names.prefixes[first] + name, number == first)
                 ties.setdefault(id(own[number][own_name]), tied)
-    return ModelParts(pipeline, roots, ties)
+    return ModelShards(pipeline, roots, ties)
 
 
 def _check_saveable(name: str, tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What a rank has of an optimizer's state, by the names of parameters.
 
-    exp_avg of a parameter     "blocks.0.weight.exp_avg", laid out as the rank's part of the parameter is
+    exp_avg of a parameter     "blocks.0.weight.exp_avg", laid out as the rank's shard of the parameter is
     step                       "blocks.0.weight.step", without dims, the same on all ranks
     options, other values      JSON: the different options, and for each parameter which of them it has
 
@@ -25,9 +25,9 @@ from torch.optim.optimizer import Optimizer
 from ...wrapping.optimizer_hooks import OF_ALL_PARAMETERS
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
-from .model_shards import ModelParts
-from .parameter_placement import Holding
-from .tensor_shard import Part
+from .model_shards import ModelShards
+from .parameter_placement import Placement
+from .tensor_shard import TensorShard
 
 _NAMES = ("params", "param_names")
 MANNER = ("foreach", "fused", "capturable", "differentiable")
@@ -35,21 +35,21 @@ MANNER = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class OptimizerParts:
+class OptimizerShards:
     """What a rank has of an optimizer.
 
     Attributes:
-        parts: Of the tensors in its state.
+        shards: Of the tensors in its state.
         state: The rest as JSON has it. `"class"`: the optimizer's. `"groups"`: options by a label that depends on
             them alone. `"parameters"`: by name the label of its options, its dtype and its shape. `"values"`: state
             that is no tensor, by the names of parameter and state. The dicts of several ranks can be joined.
     """
 
-    parts: list[Part]
+    shards: list[TensorShard]
     state: dict[str, Any]
 
 
-def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
+def optimizer_shards(optimizer: Optimizer, model: ModelShards) -> OptimizerShards:
     """Find what this rank has of an optimizer's state; local, within `model.stable()`.
 
     Args:
@@ -65,18 +65,18 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
             f"optimizer: {kind} keeps vectors over all parameters, which a file by parameter cannot hold: choose "
             "another one, or save its state_dict() yourself"
         )
-    parts: list[Part] = []
+    shards: list[TensorShard] = []
     state: dict[str, Any] = {"class": kind, "groups": {}, "parameters": {}, "values": {}}
-    for group, holdings in _groups_of(optimizer, model):
+    for group, placements in _groups_of(optimizer, model):
         options = _options_of(group, kind)
         label = label_of(options)
-        for parameter, holding in holdings:
-            if holding.is_first:
+        for parameter, placement in placements:
+            if placement.is_first:
                 state["groups"][label] = options
-                state["parameters"][holding.name] = [label, str(parameter.dtype), list(holding.shape)]
-                _add_state(optimizer, parameter, holding, parts, state["values"])
+                state["parameters"][placement.name] = [label, str(parameter.dtype), list(placement.shape)]
+                _add_state(optimizer, parameter, placement, shards, state["values"])
     _check_keys(optimizer)
-    return OptimizerParts(parts, state)
+    return OptimizerShards(shards, state)
 
 
 def _options_of(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -93,46 +93,50 @@ def label_of(options: Mapping[str, Any]) -> str:
 
 
 def _add_state(
-    optimizer: Optimizer, parameter: Tensor, holding: Holding, parts: list[Part], values: dict[str, Any]
+    optimizer: Optimizer,
+    parameter: Tensor,
+    placement: Placement,
+    shards: list[TensorShard],
+    values: dict[str, Any],
 ) -> None:
-    """Add what an optimizer keeps for a parameter to the parts, and to the values that are no tensors."""
+    """Add what an optimizer keeps for a parameter to the shards, and to the values that are no tensors."""
     kind = type(optimizer).__name__
-    kept = {} if holding.is_empty else optimizer.state.get(parameter, {})
+    kept = {} if placement.is_empty else optimizer.state.get(parameter, {})
     for key, value in kept.items():
         if not isinstance(key, str):
-            raise ValueError(f"optimizer: {kind} keeps state under {key!r} for {holding.name!r}, expected a text")
+            raise ValueError(f"optimizer: {kind} keeps state under {key!r} for {placement.name!r}, expected a text")
         if isinstance(value, Tensor):
-            parts.append(_part(kind, holding, key, value.detach().as_subclass(Tensor)))
+            shards.append(_part(kind, placement, key, value.detach().as_subclass(Tensor)))
         else:
-            where = f"optimizer: state {key!r} that {kind} keeps for {holding.name!r}"
-            values[f"{holding.name}.{key}"] = encoded(value, where)
+            where = f"optimizer: state {key!r} that {kind} keeps for {placement.name!r}"
+            values[f"{placement.name}.{key}"] = encoded(value, where)
 
 
 def _groups_of(
-    optimizer: Optimizer, model: ModelParts
-) -> Iterator[tuple[dict[str, Any], list[tuple[Tensor, Holding]]]]:
+    optimizer: Optimizer, model: ModelShards
+) -> Iterator[tuple[dict[str, Any], list[tuple[Tensor, Placement]]]]:
     """Yield each group with its parameters, and where they lie."""
     for number, group in enumerate(optimizer.param_groups):
-        holdings = []
+        placements = []
         for parameter in group["params"]:
-            holding = model.holding_of(parameter)
-            if holding is None:
+            placement = model.placement_of(parameter)
+            if placement is None:
                 raise ValueError(
                     f"optimizer: its group {number} has a parameter of shape {list(parameter.shape)} that is not "
                     "of this model: build the optimizer on the model's parameters, after wrapping it"
                 )
-            holdings.append((parameter, holding))
-        yield group, holdings
+            placements.append((parameter, placement))
+        yield group, placements
 
 
-def _part(kind: str, holding: Holding, key: str, value: Tensor) -> Part:
-    if value.dim() and tuple(value.shape) == holding.memory:
-        return holding.part(value, key)
-    if not value.dim() or holding.is_whole:
-        return holding.part_of_all(value, key)
+def _part(kind: str, placement: Placement, key: str, value: Tensor) -> TensorShard:
+    if value.dim() and tuple(value.shape) == placement.memory:
+        return placement.shard(value, key)
+    if not value.dim() or placement.is_whole:
+        return placement.replicated(value, key)
     raise ValueError(
-        f"optimizer: state {key!r} that {kind} keeps for {holding.name!r} has shape {list(value.shape)}, and this "
-        f"rank's part of the parameter {list(holding.memory)}: what is not laid out as the parameter can be saved "
+        f"optimizer: state {key!r} that {kind} keeps for {placement.name!r} has shape {list(value.shape)}, and "
+        f"this rank's shard of the parameter {list(placement.memory)}: state of another shape can be saved "
         "only where a rank has whole parameters, as with DDP or shard_by='parameters'"
     )
 
@@ -166,21 +170,21 @@ class _Saved:
 
 
 def prepare_optimizer(
-    optimizer: Optimizer, model: ModelParts, specs: Mapping[str, TensorSpec], state: Mapping[str, Any]
-) -> tuple[list[Part], Callable[[], None]]:
-    """Allocate memory for this rank's part of a saved state; local, within `model.stable()`.
+    optimizer: Optimizer, model: ModelShards, specs: Mapping[str, TensorSpec], state: Mapping[str, Any]
+) -> tuple[list[TensorShard], Callable[[], None]]:
+    """Allocate memory for this rank's shard of a saved state; local, within `model.stable()`.
 
     The optimizer has the class of the saved one, and may have other groups on other ranks: all parameters of one of
-    its groups had the same options. State of parts without elements is left as it is, since no step uses it.
+    its groups had the same options. State of shards without elements is left as it is, since no step uses it.
 
     Args:
         optimizer: What is to be loaded.
         model: What this rank has of the model.
         specs: The saved tensors by name.
-        state: The rest, `OptimizerParts.state` of all ranks.
+        state: The rest, `OptimizerShards.state` of all ranks.
 
     Returns:
-        Parts to be filled, under the names that the file has; and a function that gives them and the options to
+        Shards to be filled, under the names that the file has; and a function that gives them and the options to
         the optimizer, which is as it was until then.
 
     Raises:
@@ -190,16 +194,16 @@ def prepare_optimizer(
     if state["class"] != kind:
         raise ValueError(f"optimizer: expected a {state['class']}, whose state was saved, got a {kind}")
     saved = _by_parameter(specs, state)
-    parts: list[Part] = []
+    shards: list[TensorShard] = []
     options: list[dict[str, Any]] = []
     states: list[tuple[Tensor, dict[str, Any]]] = []
-    for index, (group, holdings) in enumerate(_groups_of(optimizer, model)):
-        named = [(parameter, _named(holding, model, saved)) for parameter, holding in holdings]
-        options.append(_options_for(index, group, [holding for _, holding in named], saved, state["groups"]))
-        for parameter, holding in named:
-            if not holding.is_empty:
-                made = _Memory(optimizer, group, parameter, holding, saved[holding.name])
-                parts += made.parts
+    for index, (group, placements) in enumerate(_groups_of(optimizer, model)):
+        named = [(parameter, _named(placement, model, saved)) for parameter, placement in placements]
+        options.append(_options_for(index, group, [placement for _, placement in named], saved, state["groups"]))
+        for parameter, placement in named:
+            if not placement.is_empty:
+                made = _Memory(optimizer, group, parameter, placement, saved[placement.name])
+                shards += made.shards
                 states.append((parameter, made.state))
 
     def give() -> None:
@@ -210,7 +214,7 @@ def prepare_optimizer(
             if new:
                 optimizer.state[parameter] = new
 
-    return parts, give
+    return shards, give
 
 
 def _by_parameter(specs: Mapping[str, TensorSpec], state: Mapping[str, Any]) -> dict[str, _Saved]:
@@ -245,36 +249,36 @@ def split_name(full: str, saved: Collection[str]) -> tuple[str, str]:
     raise ValueError(f"optimizer: the checkpoint has {full!r}, which is of no parameter that it names")
 
 
-def _named(holding: Holding, model: ModelParts, saved: Mapping[str, _Saved]) -> Holding:
-    """Return a holding under the name that its parameter has in the file, which may be another one of its names."""
-    if holding.name in saved:
-        return holding
-    others = [name for name, of in model.aliases.items() if of == holding.name and name in saved]
-    return dataclasses.replace(holding, name=others[0]) if others else holding
+def _named(placement: Placement, model: ModelShards, saved: Mapping[str, _Saved]) -> Placement:
+    """Return a placement under the name that its parameter has in the file, perhaps an alias."""
+    if placement.name in saved:
+        return placement
+    others = [name for name, of in model.aliases.items() if of == placement.name and name in saved]
+    return dataclasses.replace(placement, name=others[0]) if others else placement
 
 
 def _options_for(
     index: int,
     group: Mapping[str, Any],
-    holdings: Sequence[Holding],
+    placements: Sequence[Placement],
     saved: Mapping[str, _Saved],
     groups: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the saved options of a group's parameters, in the types that the group has."""
-    if missing := [holding.name for holding in holdings if holding.name not in saved]:
+    if missing := [placement.name for placement in placements if placement.name not in saved]:
         raise ValueError(
             f"optimizer: the checkpoint's optimizer did not have {_listed(missing)}, which group {index} has: "
             "build the optimizer on the same parameters"
         )
-    for holding in holdings:
-        if saved[holding.name].shape != holding.shape:
+    for placement in placements:
+        if saved[placement.name].shape != placement.shape:
             raise ValueError(
-                f"optimizer: expected the state of {holding.name!r} for shape {list(holding.shape)}, got one for "
-                f"{list(saved[holding.name].shape)}"
+                f"optimizer: expected the state of {placement.name!r} for shape {list(placement.shape)}, got "
+                f"{list(saved[placement.name].shape)}"
             )
     members: dict[str, list[str]] = {}
-    for holding in holdings:
-        members.setdefault(saved[holding.name].label, []).append(holding.name)
+    for placement in placements:
+        members.setdefault(saved[placement.name].label, []).append(placement.name)
     if len(members) > 1:
         first, second, *_ = members.values()
         raise ValueError(
@@ -308,11 +312,16 @@ class _Memory:
 
     Attributes:
         state: What the optimizer will keep for the parameter.
-        parts: Its tensors.
+        shards: Its tensors.
     """
 
     def __init__(
-        self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, holding: Holding, saved: _Saved
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        parameter: Tensor,
+        placement: Placement,
+        saved: _Saved,
     ) -> None:
         self._parameter = parameter
         self._saved = saved
@@ -320,25 +329,25 @@ class _Memory:
         self._counts_on_device = bool(group.get("fused") or group.get("capturable"))
         self._is_nadam = isinstance(optimizer, torch.optim.NAdam)
         self.state: dict[str, Any] = dict(saved.values)
-        self.parts: list[Part] = []
+        self.shards: list[TensorShard] = []
         for key, spec in saved.tensors.items():
-            self.state[key] = self._add(key, spec, holding)
+            self.state[key] = self._add(key, spec, placement)
 
-    def _add(self, key: str, spec: TensorSpec, holding: Holding) -> Tensor:
+    def _add(self, key: str, spec: TensorSpec, placement: Placement) -> Tensor:
         dtype = self._dtype(key, spec)
-        if spec.shape and spec.shape == holding.shape:
+        if spec.shape and spec.shape == placement.shape:
             # As optimizers make it: in files, where the parameter's state is to lie there.
             made = torch.zeros_like(self._parameter, dtype=dtype, requires_grad=False)
-            self.parts.append(holding.part(made, key))
+            self.shards.append(placement.shard(made, key))
             return made
-        if spec.shape and not holding.is_whole:
+        if spec.shape and not placement.is_whole:
             raise ValueError(
-                f"optimizer: the saved state {key!r} of {holding.name!r} has shape {list(spec.shape)}, not the "
+                f"optimizer: the saved state {key!r} of {placement.name!r} has shape {list(spec.shape)}, not the "
                 "parameter's: it can be loaded only where a rank has whole parameters, as with DDP or "
                 "shard_by='parameters'"
             )
         made = torch.zeros(spec.shape, dtype=dtype, device=self._place(key, spec))
-        self.parts.append(holding.part_of_all(made, key))
+        self.shards.append(placement.replicated(made, key))
         return made
 
     def _dtype(self, key: str, spec: TensorSpec) -> torch.dtype:

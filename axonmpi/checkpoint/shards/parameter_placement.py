@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
 from ...tensor.transposed import TransposedShard, whole_shape
-from .subarrays import Box, boxes_of_range
-from .tensor_shard import Part, Piece
+from .subarrays import Subarray, subarrays_of_range
+from .tensor_shard import Piece, TensorShard
 
 
-class Copies(NamedTuple):
+class Replicas(NamedTuple):
     """Ranks that have the same.
 
     Attributes:
@@ -34,16 +34,16 @@ class Copies(NamedTuple):
     ranks: int
     number: int
 
-    def each_of(self, others: Copies) -> Copies:
+    def each_of(self, others: Replicas) -> Replicas:
         """Return the ranks where each of these has as many others."""
-        return Copies(self.ranks * others.ranks, self.number * others.ranks + others.number)
+        return Replicas(self.ranks * others.ranks, self.number * others.ranks + others.number)
 
 
-ALONE = Copies(1, 0)
+UNREPLICATED = Replicas(1, 0)
 
 
 @dataclass(frozen=True)
-class Holding:
+class Placement:
     """Where a rank's memory of a parameter, or of what is laid out as it is, lies in the whole one.
 
     Attributes:
@@ -55,7 +55,7 @@ class Holding:
         dim: Dimension of `local` that is cut.
         ranges: Rows of the whole parameter along it, in the order in which `local` has them; None if it is not cut.
         is_transposed: Whether the whole parameter is transposed against `local`.
-        elements: The ranks that have the same elements, but for replicas with all parts alike.
+        elements: The ranks that have the same elements, but for replicas with all shards alike.
         wholes: The ranks that have what goes with the parameter and is not divided, such as a count of steps.
         is_first: False for a copy of a tied parameter that belongs to an earlier stage.
     """
@@ -68,8 +68,8 @@ class Holding:
     dim: int = 0
     ranges: tuple[Range, ...] | None = None
     is_transposed: bool = False
-    elements: Copies = ALONE
-    wholes: Copies = ALONE
+    elements: Replicas = UNREPLICATED
+    wholes: Replicas = UNREPLICATED
     is_first: bool = True
 
     @property
@@ -82,8 +82,8 @@ class Holding:
         """Whether other ranks have all of its elements."""
         return self.bounds[0] == self.bounds[1] and math.prod(self.shape) > 0
 
-    def part(self, memory: Tensor, key: str = "") -> Part:
-        """Return the part that memory is which is laid out as the rank's memory of the parameter; local.
+    def shard(self, memory: Tensor, key: str = "") -> TensorShard:
+        """Return the shard that memory is which is laid out as the rank's memory of the parameter; local.
 
         Args:
             memory: The parameter's, or that of an optimizer's state for it.
@@ -91,42 +91,42 @@ class Holding:
         """
         name = f"{self.name}.{key}" if key else self.name
         pieces, is_split = list(self._pieces(memory.detach())), bool(self.shape)
-        return Part(name, self.shape, memory.dtype, pieces, *self.elements, is_split)
+        return TensorShard(name, self.shape, memory.dtype, pieces, *self.elements, is_split)
 
-    def part_of_all(self, memory: Tensor, key: str) -> Part:
-        """Return the part that a tensor is which belongs to the parameter and which ranks have whole; local."""
+    def replicated(self, memory: Tensor, key: str) -> TensorShard:
+        """Return the shard that a tensor is which belongs to the parameter and which ranks have whole; local."""
         shape = tuple(memory.shape)
-        pieces = [Piece(Box.whole(shape), memory.detach())]
-        return Part(f"{self.name}.{key}", shape, memory.dtype, pieces, *self.wholes, is_split=bool(shape))
+        pieces = [Piece(Subarray.whole(shape), memory.detach())]
+        return TensorShard(f"{self.name}.{key}", shape, memory.dtype, pieces, *self.wholes, is_split=bool(shape))
 
     def _pieces(self, memory: Tensor) -> Iterator[Piece]:
         first, last = self.bounds
         if first == last:
             return
         if last - first == math.prod(self.local):
-            yield from self._in_whole(Box.whole(self.local), memory)
+            yield from self._in_whole(Subarray.whole(self.local), memory)
             return
         elements, at = memory.view(-1), 0
-        for box in boxes_of_range(self.local, first, last):
-            yield from self._in_whole(box, elements[at : at + box.numel].view(box.size))
-            at += box.numel
+        for subarray in subarrays_of_range(self.local, first, last):
+            yield from self._in_whole(subarray, elements[at : at + subarray.numel].view(subarray.size))
+            at += subarray.numel
 
-    def _in_whole(self, box: Box, view: Tensor) -> Iterator[Piece]:
-        """Find a box of `local` in the whole parameter: a piece for each range that it meets, none for padding."""
+    def _in_whole(self, subarray: Subarray, view: Tensor) -> Iterator[Piece]:
+        """Yield the pieces of a subarray of `local` in the full parameter: one for each range, none for padding."""
         if self.ranges is None:
-            yield Piece(box, view)
+            yield Piece(subarray, view)
             return
-        at, begin, end = 0, box.start[self.dim], box.start[self.dim] + box.size[self.dim]
+        at, begin, end = 0, subarray.start[self.dim], subarray.start[self.dim] + subarray.size[self.dim]
         for start, stop in self.ranges:
             low, high = max(begin, at), min(end, at + stop - start)
             if low < high:
-                where = _with(box.start, self.dim, start + low - at)
-                size = _with(box.size, self.dim, high - low)
+                where = _with(subarray.start, self.dim, start + low - at)
+                size = _with(subarray.size, self.dim, high - low)
                 rows = view.narrow(self.dim, low - begin, high - low)
                 yield (
-                    Piece(Box(where[::-1], size[::-1]), rows.t())
+                    Piece(Subarray(where[::-1], size[::-1]), rows.t())
                     if self.is_transposed
-                    else Piece(Box(where, size), rows)
+                    else Piece(Subarray(where, size), rows)
                 )
             at += stop - start
 
@@ -152,19 +152,19 @@ class Layers:
                 self._cuts |= {id(dict.get(parameters, name)): shard for name, shard in module.shards.items()}
         if any(group.ranks != groups[0].ranks for group in groups):
             raise ValueError("model: expected parallel layers that all belong to one group of ranks")
-        self._ranks = Copies(groups[0].size, groups[0].rank) if groups else ALONE
+        self._ranks = Replicas(groups[0].size, groups[0].rank) if groups else UNREPLICATED
 
-    def holding(
+    def placement(
         self,
         name: str,
         tensor: Tensor,
         local: tuple[int, ...],
         bounds: tuple[int, int],
         memory: tuple[int, ...],
-        beside: tuple[Copies, Copies],
+        beside: tuple[Replicas, Replicas],
         *,
         is_first: bool,
-    ) -> Holding:
+    ) -> Placement:
         """Return where a tensor lies; local.
 
         Args:
@@ -180,12 +180,14 @@ class Layers:
         elements, wholes = (copies.each_of(self._ranks) for copies in beside)
         is_transposed = isinstance(shard, TransposedShard)
         if shard is None or (shard.group_size == 1 and not is_transposed):
-            return Holding(name, local, local, bounds, memory, elements=elements, wholes=wholes, is_first=is_first)
+            return Placement(
+                name, local, local, bounds, memory, elements=elements, wholes=wholes, is_first=is_first
+            )
         shard = shard.along(shard.dim % len(local))
         ranges = shard.ranges[self._ranks.number]
         alike = [rank for rank, other in enumerate(shard.ranges) if other == ranges]
-        of_layer = Copies(len(alike), alike.index(self._ranks.number)) if ranges else ALONE
-        return Holding(
+        of_layer = Replicas(len(alike), alike.index(self._ranks.number)) if ranges else UNREPLICATED
+        return Placement(
             name,
             tuple(whole_shape(shard, local)),
             local,

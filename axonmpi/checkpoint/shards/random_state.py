@@ -22,14 +22,14 @@ from torch import Tensor
 from ...groups.process_group import ProcessGroup
 from ...utils.device import device_at
 from ..files.tensor_file import TensorSpec
-from .subarrays import Box
-from .tensor_shard import Part, Piece
+from .subarrays import Subarray
+from .tensor_shard import Piece, TensorShard
 
 _PYTHON = struct.Struct("<B625I?d")
 _NUMPY = struct.Struct("<624IH?d")
 
 
-def random_parts(group: ProcessGroup) -> list[Part]:
+def random_shards(group: ProcessGroup) -> list[TensorShard]:
     """Copy this rank's random states; local.
 
     Args:
@@ -42,7 +42,9 @@ def random_parts(group: ProcessGroup) -> list[Part]:
     return [_row(name, read(), group) for name, (read, _) in generators.items()]
 
 
-def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tuple[list[Part], Callable[[], None]]:
+def prepare_random(
+    group: ProcessGroup, specs: Mapping[str, TensorSpec]
+) -> tuple[list[TensorShard], Callable[[], None]]:
     """Allocate memory for this rank's saved random states; local.
 
     Ranks beyond those that were saved keep their own states, and so do generators that were not saved.
@@ -52,12 +54,12 @@ def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tupl
         specs: The saved tensors by name.
 
     Returns:
-        Parts to be filled, and a function that sets the generators to them.
+        Shards to be filled, and a function that sets the generators to them.
 
     Raises:
         ValueError: A state is not that of this generator.
     """
-    parts: list[Part] = []
+    shards: list[TensorShard] = []
     found: list[tuple[Callable[[Tensor], None], Tensor]] = []
     for name, (read, write) in _generators(group).items():
         spec = specs.get(name)
@@ -69,21 +71,21 @@ def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tupl
                 f"{name}: expected rows of {own.numel()} bytes, got {spec.dtype} {list(spec.shape)}: it was saved "
                 "with another version, or is no random state"
             )
-        part = _row(name, torch.empty_like(own), group, spec.shape[0])
-        parts.append(part)
-        found.append((write, part.pieces[0].view[0]))
+        shard = _row(name, torch.empty_like(own), group, spec.shape[0])
+        shards.append(shard)
+        found.append((write, shard.pieces[0].view[0]))
 
     def restore() -> None:
         for write, row in found:
             write(row.clone())
 
-    return parts, restore
+    return shards, restore
 
 
-def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None) -> Part:
+def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None) -> TensorShard:
     shape = (group.size if rows is None else rows, state.numel())
-    piece = Piece(Box((group.rank, 0), (1, state.numel())), state[None])
-    return Part(name, shape, torch.uint8, [piece], is_split=False)
+    piece = Piece(Subarray((group.rank, 0), (1, state.numel())), state[None])
+    return TensorShard(name, shape, torch.uint8, [piece], is_split=False)
 
 
 def _generators(group: ProcessGroup) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:

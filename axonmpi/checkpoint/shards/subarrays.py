@@ -1,12 +1,12 @@
-"""Parts of a tensor as boxes: integer arithmetic only.
+"""Shards of a tensor as subarrays: integer arithmetic only.
 
     shape (4, 5)      . . . . .
                       . . # # #     elements 7 to 16 in row-major order, as a shard of a flat parameter has them,
-                      # # # # #     are three boxes: the end of a row, whole rows, the beginning of a row
+                      # # # # #     are three subarrays: the end of a row, whole rows, the beginning of a row
                       # . . . .
 
-A box is where it begins and its size along each dimension. Elements of a box whose later dimensions are whole
-follow each other in a file; those of other boxes are runs with gaps between them.
+A subarray is its start and its size along each dimension. Elements of a subarray whose later dimensions are full
+follow each other in a file; those of other subarrays are runs with gaps between them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a tensor.
+class Subarray:
+    """A shard of a tensor.
 
     Attributes:
         start: Index of its first element, a number for each dimension.
@@ -29,7 +29,7 @@ class Box:
     size: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def whole(cls, shape: Sequence[int]) -> Subarray:
         """Return all of a tensor of a shape."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -40,21 +40,21 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the box in the tensor."""
+        """The index of the subarray in the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
-    def meet(self, other: Box) -> Box | None:
-        """Return what two boxes have in common, None if that is nothing."""
+    def meet(self, other: Subarray) -> Subarray | None:
+        """Return what two subarrays have in common, None if that is nothing."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(
             min(a + m, b + n) - begin
             for a, m, b, n, begin in zip(self.start, self.size, other.start, other.size, start, strict=True)
         )
-        return Box(start, size) if all(extent > 0 for extent in size) else None
+        return Subarray(start, size) if all(extent > 0 for extent in size) else None
 
-    def within(self, outer: Box) -> Box:
-        """Return the same box as seen from the first element of another one around it."""
-        return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+    def within(self, outer: Subarray) -> Subarray:
+        """Return the same subarray as seen from the first element of another one around it."""
+        return Subarray(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def first_in(self, shape: Sequence[int]) -> int:
         """Return the number of its first element in a tensor of a shape."""
@@ -79,8 +79,8 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def boxes_of_range(shape: Sequence[int], first: int, last: int) -> list[Box]:
-    """Return the boxes that the elements from `first` up to `last` of a row-major tensor make, in their order.
+def subarrays_of_range(shape: Sequence[int], first: int, last: int) -> list[Subarray]:
+    """Return the subarrays that the elements from `first` up to `last` of a row-major tensor make, in their order.
 
     Args:
         shape: Of the tensor.
@@ -90,14 +90,14 @@ def boxes_of_range(shape: Sequence[int], first: int, last: int) -> list[Box]:
     Returns:
         At most two for each dimension, one less in all; none if there are no elements.
     """
-    return list(_boxes(tuple(shape), first, last))
+    return list(_subarrays(tuple(shape), first, last))
 
 
-def _boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+def _subarrays(shape: tuple[int, ...], first: int, last: int) -> Iterator[Subarray]:
     if first >= last:
         return
     if not shape:
-        yield Box((), ())
+        yield Subarray((), ())
         return
     row = math.prod(shape[1:])
     begin, end = -(-first // row), last // row  # whole rows
@@ -106,10 +106,10 @@ def _boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
         return
     yield from _in_row(shape, begin - 1, first - (begin - 1) * row, row if first < begin * row else 0)
     if begin < end:
-        yield Box((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
+        yield Subarray((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
     yield from _in_row(shape, end, 0, last - end * row)
 
 
-def _in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
-    for box in _boxes(shape[1:], first, last):
-        yield Box((index, *box.start), (1, *box.size))
+def _in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Subarray]:
+    for subarray in _subarrays(shape[1:], first, last):
+        yield Subarray((index, *subarray.start), (1, *subarray.size))

@@ -1,9 +1,9 @@
-"""What a rank has of a model or of an optimizer's state: parts of whole tensors, under the whole ones' names.
+"""What a rank has of a model or of an optimizer's state: shards of whole tensors, under the whole ones' names.
 
     whole tensor      "blocks.0.output.weight" [8, 6], of which a rank with tensor parallelism and sharding has
-    its part          pieces [5, 2] at (0, 2) and [1, 1] at (5, 2): views of the rank's own memory
+    its shard          pieces [5, 2] at (0, 2) and [1, 1] at (5, 2): views of the rank's own memory
 
-A checkpoint is written from parts and read into parts, so neither knows why a tensor is divided.
+A checkpoint is written from shards and read into shards, so neither knows why a tensor is divided.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .subarrays import Box
+from .subarrays import Subarray
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a whole tensor, and this rank's memory for it.
+    """A subarray of a whole tensor, and this rank's memory for it.
 
     Attributes:
-        box: Where it is in the whole tensor.
-        view: [*box.size] its values, of any strides and on any device; written to when a checkpoint is loaded.
+        subarray: Where it is in the whole tensor.
+        view: [*subarray.size] its values, of any strides and on any device; written to when a checkpoint is loaded.
     """
 
-    box: Box
+    subarray: Subarray
     view: Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """What a rank has of one tensor.
 
     Attributes:
@@ -56,7 +56,9 @@ class Part:
     may_wait: bool = False
 
 
-def whole_part(name: str, tensor: Tensor, *, is_split: bool = False) -> Part:
-    """Return the part of a rank that has all of a tensor; local."""
+def full_shard(name: str, tensor: Tensor, *, is_split: bool = False) -> TensorShard:
+    """Return the shard of a rank that has all of a tensor; local."""
     shape = tuple(tensor.shape)
-    return Part(name, shape, tensor.dtype, [Piece(Box.whole(shape), tensor.detach())], is_split=is_split)
+    return TensorShard(
+        name, shape, tensor.dtype, [Piece(Subarray.whole(shape), tensor.detach())], is_split=is_split
+    )

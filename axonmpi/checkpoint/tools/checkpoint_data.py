@@ -39,7 +39,7 @@ def _as_it_is(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @dataclass
-class Material:
+class CheckpointData:
     """What there is.
 
     Attributes:
@@ -119,24 +119,24 @@ def files_in(folder: Path) -> list[tuple[str, int]]:
     return sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
 
 
-def from_safetensors(path: Path) -> Material:
+def from_safetensors(path: Path) -> CheckpointData:
     """Read a checkpoint, a folder of `transformers`, or a single `.safetensors` file; local.
 
     Raises:
         CheckpointError: It is damaged.
     """
     contents = read_contents(path)
-    made = Material("checkpoint" if contents.state else "safetensors")
+    made = CheckpointData("checkpoint" if contents.state else "safetensors")
     made.files = [(path.name, path.stat().st_size)] if path.is_file() else files_in(contents.folder)
     made.model, made.optimizer, made.random = (_mapped(contents, kind) for kind in ("model", "optimizer", "random"))
     if path.is_dir():
         made.config = _config_in(contents.folder)
     if contents.state:
-        _take_state(made, contents.state)
+        _read_state(made, contents.state)
     return made
 
 
-def _take_state(made: Material, state: Mapping[str, Any]) -> None:
+def _read_state(made: CheckpointData, state: Mapping[str, Any]) -> None:
     made.values = {
         key: decoded(state.get(key)) for key in ("step", "epoch", "scheduler", "scaler", "sampler", "extra")
     }

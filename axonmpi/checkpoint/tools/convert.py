@@ -22,8 +22,8 @@ from .checkpoint_data import (
     DCP_METADATA,
     FORMATS,
     TORCH_SUFFIXES,
+    CheckpointData,
     Format,
-    Material,
     Progress,
     format_of,
     from_safetensors,
@@ -37,7 +37,7 @@ def _unseen(done: int, total: int) -> None:
     pass
 
 
-def open_material(path: Path, *, trust: bool = False, only_model: bool = False) -> Material:
+def open_checkpoint(path: Path, *, trust: bool = False, only_model: bool = False) -> CheckpointData:
     """Find what a file or folder of any known format has, tensors without their values; local.
 
     Args:
@@ -67,7 +67,7 @@ def convert_checkpoint(
     trust: bool = False,
     overwrite: bool = False,
     progress: Progress = _unseen,
-) -> Material:
+) -> CheckpointData:
     """Turn a checkpoint, or what another program has saved, into another format; local, for one process.
 
     Tensors pass one by one, or as many as 256 MiB have, on their way from and to files of tensors; torch's own
@@ -97,15 +97,15 @@ def convert_checkpoint(
         raise ValueError(f"to: expected one of {', '.join(map(repr, FORMATS))}, got {to!r}")
     if os.path.lexists(into) and not overwrite:
         raise CheckpointError(f"{into}: it is there already: choose another name, or replace it by --overwrite")
-    material = open_material(of, trust=trust, only_model=only_model)
+    data = open_checkpoint(of, trust=trust, only_model=only_model)
     if only_model:
-        material.optimizer, material.optimizer_state, material.random, material.values = {}, None, {}, {}
-    _note_what_is_left_out(material, chosen)
-    if material.optimizer_state is not None and chosen == "checkpoint":
-        _set_class(of, material.optimizer_state, optimizer)
+        data.optimizer, data.optimizer_state, data.random, data.values = {}, None, {}, {}
+    _note_what_is_left_out(data, chosen)
+    if data.optimizer_state is not None and chosen == "checkpoint":
+        _set_class(of, data.optimizer_state, optimizer)
     with _errors_named(into, "written"):
-        _write(material, into, chosen, progress)
-    return material
+        _write(data, into, chosen, progress)
+    return data
 
 
 def _format_by_name(path: Path) -> Format:
@@ -114,11 +114,11 @@ def _format_by_name(path: Path) -> Format:
     return "torch" if path.suffix in TORCH_SUFFIXES else "checkpoint"
 
 
-def _note_what_is_left_out(material: Material, to: Format) -> None:
-    if to == "safetensors" and (material.optimizer_state is not None or material.values):
-        material.left_out.append("everything but the model, since a file of safetensors has tensors alone")
-    elif material.random and to != "checkpoint":
-        material.left_out.append("the ranks' random states")
+def _note_what_is_left_out(data: CheckpointData, to: Format) -> None:
+    if to == "safetensors" and (data.optimizer_state is not None or data.values):
+        data.left_out.append("everything but the model, since a file of safetensors has tensors alone")
+    elif data.random and to != "checkpoint":
+        data.left_out.append("the ranks' random states")
 
 
 def _set_class(source: Path, state: dict[str, Any], given: str | None) -> None:
@@ -130,10 +130,10 @@ def _set_class(source: Path, state: dict[str, Any], given: str | None) -> None:
         )
 
 
-def _write(material: Material, path: Path, to: Format, progress: Progress) -> None:
+def _write(data: CheckpointData, path: Path, to: Format, progress: Progress) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if to == "checkpoint":
-        write_folder(material, path, progress)
+        write_folder(data, path, progress)
         return
     if path.is_dir() and not (to == "dcp" and (path / DCP_METADATA).exists()):
         raise CheckpointError(f"{path}: it is another folder, so it is not replaced: choose another name")
@@ -142,7 +142,7 @@ def _write(material: Material, path: Path, to: Format, progress: Progress) -> No
     if os.path.lexists(partial):
         raise CheckpointError(f"{partial}: it is in the way: move it away, or choose another name than {path.name}")
     try:
-        writers[to](material, partial, progress)
+        writers[to](data, partial, progress)
         if path.is_dir():
             _remove(path)
         partial.rename(path)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..files.small_files import regular_size
-from .checkpoint_data import Material, Progress, files_in, total_bytes
-from .torch_dict import nested_dict, take_nested
+from .checkpoint_data import CheckpointData, Progress, files_in, total_bytes
+from .torch_dict import read_torch_dict, torch_dict_of
 
 
-def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
+def from_dcp(path: Path, *, trust: bool, only_model: bool) -> CheckpointData:
     """Read a folder of DCP, all but the values of tensors; local.
 
     Args:
@@ -61,9 +61,9 @@ def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
         _load(path, wanted)
         return list(wanted.values())
 
-    made = Material("dcp", files_in(path), fetch=fetch)
+    made = CheckpointData("dcp", files_in(path), fetch=fetch)
     nested = _nested({**shaped, **plain}, metadata.planner_data or {})
-    take_nested(made, str(path), nested, only_model=only_model)
+    read_torch_dict(made, str(path), nested, only_model=only_model)
     return made
 
 
@@ -107,7 +107,7 @@ def _with_lists(value: Any) -> Any:
     return inner
 
 
-def write_dcp(material: Material, path: Path, progress: Progress) -> None:
+def write_dcp(data: CheckpointData, path: Path, progress: Progress) -> None:
     """Write a folder of DCP; local.
 
     Raises:
@@ -117,7 +117,7 @@ def write_dcp(material: Material, path: Path, progress: Progress) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    kinds = {"model": material.model, "optimizer": material.optimizer}
+    kinds = {"model": data.model, "optimizer": data.optimizer}
     total, done = sum(total_bytes(of_kind.values()) for of_kind in kinds.values()), 0
 
     class Planner(DefaultSavePlanner):
@@ -131,8 +131,8 @@ def write_dcp(material: Material, path: Path, progress: Progress) -> None:
             return data
 
     tensors = {
-        kind: dict(zip(of_kind, material.fetch(of_kind.values()), strict=True)) for kind, of_kind in kinds.items()
+        kind: dict(zip(of_kind, data.fetch(of_kind.values()), strict=True)) for kind, of_kind in kinds.items()
     }
-    nested = nested_dict(material, tensors)
+    nested = torch_dict_of(data, tensors)
     with _as_one_process():
         save(nested, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)

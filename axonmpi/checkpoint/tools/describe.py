@@ -10,8 +10,8 @@ from typing import Any
 
 from ...utils.text import aligned, counted, printable
 from ..files.values import decoded, encoded
-from .checkpoint_data import Material
-from .convert import open_material
+from .checkpoint_data import CheckpointData
+from .convert import open_checkpoint
 
 _FORMATS = {
     "checkpoint": "a checkpoint of axonmpi",
@@ -36,23 +36,23 @@ def describe_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) ->
     Raises:
         CheckpointError: It is of no known format, not trusted, or damaged.
     """
-    material = open_material(Path(os.path.abspath(os.fspath(path))), trust=trust, only_model=True)
-    values = material.values
+    data = open_checkpoint(Path(os.path.abspath(os.fspath(path))), trust=trust, only_model=True)
+    values = data.values
     return {
         "path": os.fspath(path),
-        "format": material.format,
+        "format": data.format,
         "step": values.get("step"),
         "epoch": values.get("epoch"),
-        "layout": material.layout,
-        "versions": material.versions,
+        "layout": data.layout,
+        "versions": data.versions,
         "extra": _as_json(values.get("extra")),
         "states": [name for name in ("scheduler", "scaler", "sampler") if values.get(name) is not None],
-        "config": material.config,
-        "optimizer": _optimizer(material.optimizer_state),
-        "aliases": material.aliases,
-        "others": material.left_out,
-        "files": [{"name": name, "bytes": nbytes} for name, nbytes in material.files],
-        "tensors": list(_tensors(material)),
+        "config": data.config,
+        "optimizer": _optimizer(data.optimizer_state),
+        "aliases": data.aliases,
+        "others": data.left_out,
+        "files": [{"name": name, "bytes": nbytes} for name, nbytes in data.files],
+        "tensors": list(_tensors(data)),
     }
 
 
@@ -71,8 +71,8 @@ def _optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"class": state["class"], "groups": groups}
 
 
-def _tensors(material: Material) -> Iterable[dict[str, Any]]:
-    for kind, tensors in material.tensors.items():
+def _tensors(data: CheckpointData) -> Iterable[dict[str, Any]]:
+    for kind, tensors in data.tensors.items():
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield {"kind": kind, "name": name, "dtype": dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}

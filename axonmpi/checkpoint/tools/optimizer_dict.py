@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..files.values import decoded, encoded
 from ..shards.optimizer_shards import MANNER, label_of, split_name
-from .checkpoint_data import Material
+from .checkpoint_data import CheckpointData
 
 
 def optimizer_dict(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _manner_of(kind: str) -> dict[str, Any]:
     return {name: parameters[name].default for name in MANNER if name in parameters}
 
 
-def take_optimizer(made: Material, where: str, given: Any) -> None:
+def read_optimizer_dict(made: CheckpointData, where: str, given: Any) -> None:
     """Put an optimizer's dict where it belongs; local.
 
     Args:
@@ -102,7 +102,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _names(
-    made: Material, where: str, groups: Sequence[Mapping[str, Any]], kept: Mapping[str, Mapping[str, Any]]
+    made: CheckpointData, where: str, groups: Sequence[Mapping[str, Any]], kept: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
     """Return the parameters' names by what the optimizer calls them."""
     keys = [str(key) for group in groups for key in group["params"]]

@@ -18,21 +18,21 @@ from ..files.values import encoded
 from ..ranks import CheckpointRanks
 from ..saving import MAX_FILE_SIZE, texts_of, versions_here
 from ..writing.job import Job, write_checkpoint
-from ..writing.local_plan import Share, Stretch
+from ..writing.local_plan import FileSlice, LocalPlan
 from ..writing.output import bytes_of
-from .checkpoint_data import Material, Progress, total_bytes
+from .checkpoint_data import CheckpointData, Progress, total_bytes
 
 _AT_ONCE_BYTES = 256 << 20
 _METADATA = {"format": "pt"}
 
 
-def write_folder(material: Material, path: Path, progress: Progress, max_file_size: int = MAX_FILE_SIZE) -> None:
+def write_folder(data: CheckpointData, path: Path, progress: Progress, max_file_size: int = MAX_FILE_SIZE) -> None:
     """Write a checkpoint; local.
 
     Raises:
         CheckpointError: It cannot be written, or `path` is there and is no checkpoint.
     """
-    kinds = {kind: of_kind for kind, of_kind in material.tensors.items() if of_kind or kind == "model"}
+    kinds = {kind: of_kind for kind, of_kind in data.tensors.items() if of_kind or kind == "model"}
     files = {kind: lay_out(kind, _specs(of_kind), _METADATA, max_file_size) for kind, of_kind in kinds.items()}
     numbered = [(kind, file) for kind, of_kind in files.items() for file in of_kind]
     places = [
@@ -40,10 +40,10 @@ def write_folder(material: Material, path: Path, progress: Progress, max_file_si
         for number, (kind, file) in enumerate(numbered)
         for name, entry in file.entries.items()
     ]
-    stretches = _fetched(places, material, progress)
-    texts = texts_of(_state(material), material.config, files)
+    stretches = _fetched(places, data, progress)
+    texts = texts_of(_state(data), data.config, files)
     nbytes = total_bytes(tensor for _, _, tensor in places)
-    job = Job(path, [file for _, file in numbered], Share(stretches, []), nbytes, texts)
+    job = Job(path, [file for _, file in numbered], LocalPlan(stretches, []), nbytes, texts)
     alone = ProcessGroup(LocalBackend())
     write_checkpoint(job, CheckpointRanks(alone, alone, 1))
 
@@ -52,19 +52,19 @@ def _specs(tensors: dict[str, Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def _state(material: Material) -> dict[str, Any]:
+def _state(data: CheckpointData) -> dict[str, Any]:
     """Return what `state.json` has."""
     state: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": 0, "epoch": 0}
     state |= {
-        "layout": material.layout or {"ranks": 1, "nodes": 1},
-        "versions": material.versions or versions_here(),
+        "layout": data.layout or {"ranks": 1, "nodes": 1},
+        "versions": data.versions or versions_here(),
     }
     state |= dict.fromkeys(("scheduler", "scaler", "sampler", "extra"))
-    state |= _encoded(material.values, material.left_out)
-    state["model"] = {"aliases": material.aliases, "extra": _encoded(material.extra_state, material.left_out)}
-    state["optimizer"] = material.optimizer_state
+    state |= _encoded(data.values, data.left_out)
+    state["model"] = {"aliases": data.aliases, "extra": _encoded(data.extra_state, data.left_out)}
+    state["optimizer"] = data.optimizer_state
     for key in ("step", "epoch"):
-        state[key] = _count(key, material.values.get(key), material.left_out)
+        state[key] = _count(key, data.values.get(key), data.left_out)
     check_state(state)
     return state
 
@@ -90,37 +90,37 @@ def _encoded(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
 
 
 def _fetched(
-    places: Sequence[tuple[int, int, Tensor]], material: Material, progress: Progress
-) -> Iterator[Stretch]:
+    places: Sequence[tuple[int, int, Tensor]], data: CheckpointData, progress: Progress
+) -> Iterator[FileSlice]:
     """Yield stretches of whole tensors, whose values are fetched some at a time.
 
     Args:
         places: Number of the file, where the tensor begins in it, and the tensor.
-        material: What they are of.
+        data: What they are of.
         progress: Is told what has been written.
     """
     done, total = 0, total_bytes(tensor for _, _, tensor in places)
     for batch in bucket_by_size([tensor.nbytes for _, _, tensor in places], _AT_ONCE_BYTES):
-        values = material.fetch(places[index][2] for index in batch)
+        values = data.fetch(places[index][2] for index in batch)
         for index, value in zip(batch, values, strict=True):
             file, start, _ = places[index]
-            yield Stretch(file, start, value, 0, value.numel(), may_wait=False)
+            yield FileSlice(file, start, value, 0, value.numel(), may_wait=False)
             done += value.nbytes
             progress(done, total)
     progress(total, total)
 
 
-def write_safetensors(material: Material, path: Path, progress: Progress) -> None:
+def write_safetensors(data: CheckpointData, path: Path, progress: Progress) -> None:
     """Write the model as one `.safetensors` file; local.
 
     Raises:
         OSError: It cannot be written.
     """
-    (file,) = lay_out("model", _specs(material.model), _METADATA, 1 << 62)
-    places = [(0, entry.start, material.model[name]) for name, entry in file.entries.items()]
+    (file,) = lay_out("model", _specs(data.model), _METADATA, 1 << 62)
+    places = [(0, entry.start, data.model[name]) for name, entry in file.entries.items()]
     with path.open("wb") as opened:
         opened.write(file.header)
-        for stretch in _fetched(places, material, progress):
+        for stretch in _fetched(places, data, progress):
             opened.write(bytes_of(stretch.view))
         opened.flush()
         os.fsync(opened.fileno())

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .checkpoint_data import Material
-from .optimizer_dict import optimizer_dict, take_optimizer
+from .checkpoint_data import CheckpointData
+from .optimizer_dict import optimizer_dict, read_optimizer_dict
 
 NAMES = {
     "model": ("model", "state_dict", "model_state_dict", "module"),
@@ -32,7 +32,7 @@ NAMES = {
 _EXTRA_STATE = "_extra_state"
 
 
-def take_nested(made: Material, source: str, nested: Any, *, only_model: bool) -> None:
+def read_torch_dict(made: CheckpointData, source: str, nested: Any, *, only_model: bool) -> None:
     """Put what a dict has where it belongs; local.
 
     Args:
@@ -47,12 +47,12 @@ def take_nested(made: Material, source: str, nested: Any, *, only_model: bool) -
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"{source}: expected a dict, got {type(nested).__name__}")
     if _is_state_dict(nested):
-        _take_model(made, source, nested)
+        _read_model(made, source, nested)
         return
     if len(nested) == 1 and not _found(nested, "model", source):
         (inner,) = nested.values()
         if isinstance(inner, Mapping):  # as torch's own examples of DCP have it, under "app"
-            take_nested(made, source, inner, only_model=only_model)
+            read_torch_dict(made, source, inner, only_model=only_model)
             return
     found = {what: _found(nested, what, source) for what in NAMES if what != "optimizer" or not only_model}
     model = nested.get(found["model"])
@@ -61,10 +61,10 @@ def take_nested(made: Material, source: str, nested: Any, *, only_model: bool) -
             f"{source}: expected a state dict, or a dict with one under {' or '.join(map(repr, NAMES['model']))}, "
             f"got a dict with {_listed(nested)}"
         )
-    _take_model(made, source, model)
+    _read_model(made, source, model)
     made.left_out += [f"{name!r} ({type(nested[name]).__name__})" for name in nested if name not in found.values()]
     if optimizer := found.pop("optimizer", ""):
-        take_optimizer(made, f"{source}: {optimizer!r}", _single(nested[optimizer]))
+        read_optimizer_dict(made, f"{source}: {optimizer!r}", _single(nested[optimizer]))
     others = {what: name for what, name in found.items() if name and what != "model"}
     made.values = {what: _single(nested[name]) for what, name in others.items()}
 
@@ -88,7 +88,7 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) else value
 
 
-def _take_model(made: Material, source: str, values: Mapping[str, Any]) -> None:
+def _read_model(made: CheckpointData, source: str, values: Mapping[str, Any]) -> None:
     names: dict[Any, str] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -117,19 +117,19 @@ def _listed(names: Iterable[Any], most: int = 8) -> str:
     return ", ".join(shown[:most] + ["..."] * (len(shown) > most)) or "nothing in it"
 
 
-def nested_dict(material: Material, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+def torch_dict_of(data: CheckpointData, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
     """Return a checkpoint as a dict of state dicts; a model without anything else is its state dict alone; local.
 
     Args:
-        material: What there is.
+        data: What there is.
         tensors: Of the model and of the optimizer, with their values.
     """
     model: dict[str, Any] = dict(tensors["model"])
-    model |= {name: model[of] for name, of in material.aliases.items() if of in model} | material.extra_state
-    values = {name: value for name, value in material.values.items() if value is not None}
-    if material.optimizer_state is None and not values:
+    model |= {name: model[of] for name, of in data.aliases.items() if of in model} | data.extra_state
+    values = {name: value for name, value in data.values.items() if value is not None}
+    if data.optimizer_state is None and not values:
         return model
     nested: dict[str, Any] = {"model": model}
-    if material.optimizer_state is not None:
-        nested["optimizer"] = optimizer_dict(material.optimizer_state, tensors["optimizer"])
+    if data.optimizer_state is not None:
+        nested["optimizer"] = optimizer_dict(data.optimizer_state, tensors["optimizer"])
     return nested | values

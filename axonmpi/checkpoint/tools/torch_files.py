@@ -12,11 +12,11 @@ from typing import IO, Any, cast
 import torch
 
 from ...errors import CheckpointError
-from .checkpoint_data import Material, Progress, total_bytes
-from .torch_dict import nested_dict, take_nested
+from .checkpoint_data import CheckpointData, Progress, total_bytes
+from .torch_dict import read_torch_dict, torch_dict_of
 
 
-def from_torch_file(path: Path, *, only_model: bool) -> Material:
+def from_torch_file(path: Path, *, only_model: bool) -> CheckpointData:
     """Read a file of `torch.save`; local. Tensors are mapped, if the file is not of before torch 1.6.
 
     Args:
@@ -35,8 +35,8 @@ def from_torch_file(path: Path, *, only_model: bool) -> Material:
             f"{path}: has more than tensors and plain values, which only a program that trusts it can load: "
             f"{_refused(error)}"
         ) from None
-    made = Material("torch", [(path.name, path.stat().st_size)])
-    take_nested(made, str(path), loaded, only_model=only_model)
+    made = CheckpointData("torch", [(path.name, path.stat().st_size)])
+    read_torch_dict(made, str(path), loaded, only_model=only_model)
     return made
 
 
@@ -67,18 +67,18 @@ class _Counted:
         self._file.flush()
 
 
-def write_torch_file(material: Material, path: Path, progress: Progress) -> None:
+def write_torch_file(data: CheckpointData, path: Path, progress: Progress) -> None:
     """Write a file for `torch.load`; local.
 
     Raises:
         OSError: It cannot be written.
     """
-    kinds = {"model": material.model, "optimizer": material.optimizer}
+    kinds = {"model": data.model, "optimizer": data.optimizer}
     tensors = {
-        kind: dict(zip(of_kind, material.fetch(of_kind.values()), strict=True)) for kind, of_kind in kinds.items()
+        kind: dict(zip(of_kind, data.fetch(of_kind.values()), strict=True)) for kind, of_kind in kinds.items()
     }
     total = sum(total_bytes(of_kind.values()) for of_kind in kinds.values())
     with path.open("wb") as opened:
-        torch.save(nested_dict(material, tensors), cast("IO[bytes]", _Counted(opened, total, progress)))
+        torch.save(torch_dict_of(data, tensors), cast("IO[bytes]", _Counted(opened, total, progress)))
         opened.flush()
         os.fsync(opened.fileno())

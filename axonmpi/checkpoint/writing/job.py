@@ -26,9 +26,9 @@ from ..files.folders import finish, locked, partial_of, prepare
 from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, sealed
 from ..files.tensor_file import TensorFile, TensorSpec, lay_out
 from ..ranks import CheckpointRanks
-from .local_plan import Share
+from .local_plan import LocalPlan
 from .output import Output, Trouble
-from .short_runs import write_scattered
+from .short_runs import write_short_runs
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
     path: Path
     files: Sequence[TensorFile]
-    share: Share
+    share: LocalPlan
     nbytes: int
     texts: Mapping[str, bytes]
 
@@ -99,8 +99,8 @@ def _check_complete(job: Job, told: Sequence[tuple[str, int]], trouble: Trouble)
         trouble.text = "the ranks have made different headers for its files"
     elif found != expected:
         trouble.text = (
-            f"the ranks have {found} bytes of tensors of {expected} bytes: parts are missing or overlap; give the "
-            "group of all ranks that have parts of the model, and the same parts only to ranks with the same model"
+            f"the ranks have {found} bytes of tensors of {expected} bytes: shards are missing or overlap; give the "
+            "group of all ranks that have shards of the model, and equal shards only to ranks with the same model"
         )
 
 
@@ -112,9 +112,9 @@ def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArr
         for number, file in enumerate(job.files):
             output.sums[number].add(0, memoryview(file.header))
     with output.noting():
-        for stretch in job.share.stretches:
-            output.write_stretch(stretch)
-    write_scattered(job.share.scattered, output, ranks)
+        for file_slice in job.share.slices:
+            output.write_slice(file_slice)
+    write_short_runs(job.share.short_runs, output, ranks)
     output.exchange_edges()
     output.sync()
     output.close()

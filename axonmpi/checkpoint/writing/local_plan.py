@@ -1,12 +1,12 @@
 """What of a checkpoint this rank writes.
 
-    ranks with equal parts    one     two                  each tensor's place in its file is known to all;
-                              |       |                    equal parts, laid end to end, are cut evenly
+    ranks with equal shards    one     two                  each tensor's place in its file is known to all;
+                              |       |                    equal shards, laid end to end, are cut evenly
     file     | a ........ | b .... | c ...... |
                one  one  one two two two two
 
-Bytes that follow each other in the file are a stretch, which its rank writes from its own memory. A column of a
-matrix is many short runs: those are scattered, and the ranks of a node put them together first.
+Bytes that follow each other in the file are a file_slice, which its rank writes from its own memory. A column of a
+matrix is many short runs: those are short_runs, and the ranks of a node put them together first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ...utils.partition import split_range
 from ..files.tensor_file import PAGE_BYTES, TensorEntry, TensorFile
-from ..shards.subarrays import Box
-from ..shards.tensor_shard import Part, Piece
+from ..shards.subarrays import Subarray
+from ..shards.tensor_shard import Piece, TensorShard
 
 LONG_RUN_BYTES = 1 << 16
-"""Runs of a box that are as long are written one by one."""
+"""Runs of a subarray that are as long are written one by one."""
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     entry: TensorEntry
 
 
-class Stretch(NamedTuple):
+class FileSlice(NamedTuple):
     """Bytes of a file that follow each other.
 
     Attributes:
@@ -64,122 +64,124 @@ class Stretch(NamedTuple):
         """Number of bytes."""
         return (self.last - self.first) * self.view.itemsize
 
-    def cut(self, begin: int, end: int) -> Stretch:
+    def cut(self, begin: int, end: int) -> FileSlice:
         """Return the bytes from `begin` up to `end` of it, whole elements."""
         first, last = (self.first + at // self.view.itemsize for at in (begin, end))
         return self._replace(start=self.start + begin, first=first, last=last)
 
 
-class Scattered(NamedTuple):
-    """A box of a tensor whose runs are short.
+class ShortRuns(NamedTuple):
+    """A subarray of a tensor whose runs are short.
 
     Attributes:
         place: Where the tensor is.
-        piece: The box, and this rank's memory for it.
+        piece: The subarray, and this rank's memory for it.
         may_wait: Whether the values stay as they are until the optimizer steps.
     """
 
-    place: Place
+    place: TensorLocation
     piece: Piece
     may_wait: bool
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalPlan:
     """What this rank writes.
 
     Attributes:
-        stretches: In the order of files, and of bytes in a file where parts are.
-        scattered: What the ranks of the node put together.
+        slices: In the order of files, and of bytes in a file where shards are.
+        short_runs: What the ranks of the node put together.
     """
 
-    stretches: Iterable[Stretch]
-    scattered: Sequence[Scattered]
+    slices: Iterable[FileSlice]
+    short_runs: Sequence[ShortRuns]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        scattered = sum(one.piece.box.numel * one.piece.view.itemsize for one in self.scattered)
-        return scattered + sum(stretch.nbytes for stretch in self.stretches)
+        short_runs = sum(one.piece.subarray.numel * one.piece.view.itemsize for one in self.short_runs)
+        return short_runs + sum(file_slice.nbytes for file_slice in self.slices)
 
 
-def places_in(files: Mapping[str, Sequence[TensorFile]]) -> dict[tuple[str, str], Place]:
+def locations_in(files: Mapping[str, Sequence[TensorFile]]) -> dict[tuple[str, str], TensorLocation]:
     """Return where each tensor is, by the kind of file and the tensor's name; files are numbered in order."""
     numbered = enumerate((kind, file) for kind, of_kind in files.items() for file in of_kind)
     return {
-        (kind, name): Place(number, entry)
+        (kind, name): TensorLocation(number, entry)
         for number, (kind, file) in numbered
         for name, entry in file.entries.items()
     }
 
 
-def joined(shares: Sequence[Share]) -> Share:
+def joined(shares: Sequence[LocalPlan]) -> LocalPlan:
     """Return what this rank writes of all kinds of files, in the order of the files."""
-    return Share(
-        [stretch for share in shares for stretch in share.stretches],
-        [scattered for share in shares for scattered in share.scattered],
+    return LocalPlan(
+        [file_slice for share in shares for file_slice in share.slices],
+        [short_runs for share in shares for short_runs in share.short_runs],
     )
 
 
-def share_of(placed: Iterable[tuple[Part, Place]], count: int = 1, number: int = 0) -> Share:
+def local_plan_of(
+    placed: Iterable[tuple[TensorShard, TensorLocation]], count: int = 1, number: int = 0
+) -> LocalPlan:
     """Choose what this rank writes of the files of a kind; local, on all ranks together every element once.
 
     Args:
-        placed: This rank's parts, and where each tensor is.
-        count: How many ranks have parts of the same boxes as this one.
+        placed: This rank's shards, and where each tensor is.
+        count: How many ranks have shards of the same subarrays as this one.
         number: This rank's number among them.
     """
-    stretches: dict[tuple[int, int], list[Stretch]] = defaultdict(list)
-    scattered: list[Scattered] = []
-    for part, place in sorted(placed, key=lambda pair: (pair[1].file, pair[1].entry.start)):
-        equal, own = part.copies * count, part.copy * count + number
-        if not part.is_split and own:
+    slices: dict[tuple[int, int], list[FileSlice]] = defaultdict(list)
+    short_runs: list[ShortRuns] = []
+    for shard, place in sorted(placed, key=lambda pair: (pair[1].file, pair[1].entry.start)):
+        equal, own = shard.copies * count, shard.copy * count + number
+        if not shard.is_split and own:
             continue
-        equal, own = (equal, own) if part.is_split else (1, 0)
-        for piece in part.pieces:
-            if not piece.box.numel:
+        equal, own = (equal, own) if shard.is_split else (1, 0)
+        for piece in shard.pieces:
+            if not piece.subarray.numel:
                 continue
-            run = piece.box.run_in(part.shape)
-            if run == piece.box.numel or run * part.dtype.itemsize >= LONG_RUN_BYTES:
-                stretches[equal, own] += _runs(part, place, piece, run)
+            run = piece.subarray.run_in(shard.shape)
+            if run == piece.subarray.numel or run * shard.dtype.itemsize >= LONG_RUN_BYTES:
+                slices[equal, own] += _runs(shard, place, piece, run)
             elif (mine := _cut_rows(piece, equal, own)) is not None:
-                scattered.append(Scattered(place, mine, part.may_wait))
-    chosen = [stretch for key, own in stretches.items() for stretch in _evenly(own, *key)]
-    return Share(sorted(chosen, key=lambda stretch: (stretch.file, stretch.start)), scattered)
+                short_runs.append(ShortRuns(place, mine, shard.may_wait))
+    chosen = [file_slice for key, own in slices.items() for file_slice in _evenly(own, *key)]
+    return LocalPlan(sorted(chosen, key=lambda file_slice: (file_slice.file, file_slice.start)), short_runs)
 
 
-def _runs(part: Part, place: Place, piece: Piece, run: int) -> Iterator[Stretch]:
-    size = piece.box.size
-    for first in range(0, piece.box.numel, run):
+def _runs(shard: TensorShard, place: TensorLocation, piece: Piece, run: int) -> Iterator[FileSlice]:
+    size = piece.subarray.size
+    for first in range(0, piece.subarray.numel, run):
         index = np.unravel_index(first, size) if size else ()
-        start = tuple(int(at) + begin for at, begin in zip(index, piece.box.start, strict=True))
-        offset = Box(start, size).first_in(part.shape) * part.dtype.itemsize
-        yield Stretch(place.file, place.entry.start + offset, piece.view, first, first + run, part.may_wait)
+        start = tuple(int(at) + begin for at, begin in zip(index, piece.subarray.start, strict=True))
+        offset = Subarray(start, size).first_in(shard.shape) * shard.dtype.itemsize
+        yield FileSlice(place.file, place.entry.start + offset, piece.view, first, first + run, shard.may_wait)
 
 
 def _cut_rows(piece: Piece, equal: int, own: int) -> Piece | None:
-    first, last = split_range(piece.box.size[0], equal, own)
+    first, last = split_range(piece.subarray.size[0], equal, own)
     if first == last:
         return None
-    box = piece.box
-    start, size = (box.start[0] + first, *box.start[1:]), (last - first, *box.size[1:])
-    return Piece(Box(start, size), piece.view[first:last])
+    subarray = piece.subarray
+    start, size = (subarray.start[0] + first, *subarray.start[1:]), (last - first, *subarray.size[1:])
+    return Piece(Subarray(start, size), piece.view[first:last])
 
 
-def _evenly(stretches: Sequence[Stretch], equal: int, own: int) -> Iterator[Stretch]:
-    """Yield one of `equal` parts of about as many bytes each; cuts are where pages of the file begin."""
-    total = sum(stretch.nbytes for stretch in stretches)
+def _evenly(slices: Sequence[FileSlice], equal: int, own: int) -> Iterator[FileSlice]:
+    """Yield one of `equal` shards of about as many bytes each; cuts are where pages of the file begin."""
+    total = sum(file_slice.nbytes for file_slice in slices)
     low, high = total * own // equal, total * (own + 1) // equal
     at = 0
-    for stretch in stretches:
-        begin, end = (_page_cut(stretch, wanted - at) for wanted in (low, high))
+    for file_slice in slices:
+        begin, end = (_page_cut(file_slice, wanted - at) for wanted in (low, high))
         if begin < end:
-            yield stretch.cut(begin, end)
-        at += stretch.nbytes
+            yield file_slice.cut(begin, end)
+        at += file_slice.nbytes
 
 
-def _page_cut(stretch: Stretch, wanted: int) -> int:
-    if wanted <= 0 or wanted >= stretch.nbytes:
-        return min(max(wanted, 0), stretch.nbytes)
-    page = (stretch.start + wanted) // PAGE_BYTES * PAGE_BYTES
-    return max(page - stretch.start, 0)
+def _page_cut(file_slice: FileSlice, wanted: int) -> int:
+    if wanted <= 0 or wanted >= file_slice.nbytes:
+        return min(max(wanted, 0), file_slice.nbytes)
+    page = (file_slice.start + wanted) // PAGE_BYTES * PAGE_BYTES
+    return max(page - file_slice.start, 0)

@@ -2,7 +2,7 @@
 
 Whatever goes wrong is remembered, and nothing more is written then: the other ranks go on, and all meet at the end.
 Between nodes no page of 4 KiB is written by two: the clients of a network file system may keep whole pages, and
-overwrite each other's part. What a rank has of a page that is not all its own goes to the page's rank.
+overwrite each other's shard. What a rank has of a page that is not all its own goes to the page's rank.
 
     rank 0, node 0   | page | page | pa              pa is sent
     rank 1, node 1               ge | page |         ge, too, to the same rank
@@ -24,8 +24,8 @@ from torch import Tensor
 from ...backends import Backend, MpiFile
 from ..files.checksums import BlockSums
 from ..files.tensor_file import PAGE_BYTES, TensorFile
-from ..shards.subarrays import boxes_of_range
-from .local_plan import Stretch
+from ..shards.subarrays import subarrays_of_range
+from .local_plan import FileSlice
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are copied and written at once."""
@@ -152,16 +152,16 @@ class Output:
             with self._trouble.noting(self._path):
                 self._open[file].write(offset, data)
 
-    def write_stretch(self, stretch: Stretch) -> None:
-        """Write a stretch from this rank's memory, a chunk at a time; local."""
-        step = max(1, CHUNK_BYTES // stretch.view.itemsize)
-        for first in range(stretch.first, stretch.last, step):
-            last = min(first + step, stretch.last)
-            at = (first - stretch.first) * stretch.view.itemsize
-            self.write(stretch.file, stretch.start + at, bytes_of(elements_of(stretch.view, first, last)))
+    def write_slice(self, file_slice: FileSlice) -> None:
+        """Write a file_slice from this rank's memory, a chunk at a time; local."""
+        step = max(1, CHUNK_BYTES // file_slice.view.itemsize)
+        for first in range(file_slice.first, file_slice.last, step):
+            last = min(first + step, file_slice.last)
+            at = (first - file_slice.first) * file_slice.view.itemsize
+            self.write(file_slice.file, file_slice.start + at, bytes_of(elements_of(file_slice.view, first, last)))
 
     def exchange_edges(self) -> None:
-        """Write the pages that several nodes have parts of; collective over all ranks."""
+        """Write the pages that several nodes have shards of; collective over all ranks."""
         if self._nodes == 1:
             return
         size = self._backend.size
@@ -192,9 +192,9 @@ def elements_of(view: Tensor, first: int, last: int) -> Tensor:
         return view.view(-1)[first:last]
     chunk = torch.empty(last - first, dtype=view.dtype, device="cpu")
     at = 0
-    for box in boxes_of_range(view.shape, first, last):
-        chunk[at : at + box.numel].view(box.size).copy_(view[box.slices])
-        at += box.numel
+    for subarray in subarrays_of_range(view.shape, first, last):
+        chunk[at : at + subarray.numel].view(subarray.size).copy_(view[subarray.slices])
+        at += subarray.numel
     return chunk
 
 

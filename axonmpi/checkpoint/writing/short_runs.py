@@ -1,4 +1,4 @@
-"""Parts whose elements are scattered over a file, put together by the ranks of a node.
+"""Shards whose elements are short_runs over a file, put together by the ranks of a node.
 
     rank 0   # # . .         window in the memory of the node     rank 0 writes rows 0 and 1
     rank 1   . . # #    ->   # # # #                          ->  rank 1 writes rows 2 and 3
@@ -22,9 +22,9 @@ from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_bounds
 from ..files.tensor_file import PAGE_BYTES, TensorEntry
 from ..ranks import CheckpointRanks
-from ..shards.subarrays import Box, boxes_of_range
+from ..shards.subarrays import Subarray, subarrays_of_range
 from ..shards.tensor_shard import Piece
-from .local_plan import Place, Scattered
+from .local_plan import ShortRuns, TensorLocation
 from .output import CHUNK_BYTES, Output, bytes_of
 
 
@@ -38,28 +38,28 @@ class _Window(NamedTuple):
         is_whole: Whether this node has all of them.
     """
 
-    place: Place
+    place: TensorLocation
     low: int
     high: int
     is_whole: bool
 
 
-def write_scattered(scattered: Sequence[Scattered], output: Output, ranks: CheckpointRanks) -> None:
-    """Write scattered parts; collective.
+def write_short_runs(short_runs: Sequence[ShortRuns], output: Output, ranks: CheckpointRanks) -> None:
+    """Write short_runs shards; collective.
 
     Args:
-        scattered: Of this rank.
+        short_runs: Of this rank.
         output: The files.
         ranks: Who writes.
     """
-    told = ranks.node.all_gather_object([(one.place, one.piece.box) for one in scattered])
-    boxes: dict[Place, list[Box]] = defaultdict(list)
-    for place, box in (pair for of_rank in told for pair in of_rank):
-        boxes[place].append(box)
-    pieces: dict[Place, list[Piece]] = defaultdict(list)
-    for one in scattered:
+    told = ranks.node.all_gather_object([(one.place, one.piece.subarray) for one in short_runs])
+    subarrays: dict[TensorLocation, list[Subarray]] = defaultdict(list)
+    for place, subarray in (pair for of_rank in told for pair in of_rank):
+        subarrays[place].append(subarray)
+    pieces: dict[TensorLocation, list[Piece]] = defaultdict(list)
+    for one in short_runs:
         pieces[one.place].append(one.piece)
-    windows = [window for place in sorted(boxes) for window in _windows(place, boxes[place])]
+    windows = [window for place in sorted(subarrays) for window in _windows(place, subarrays[place])]
     left = _most_divided(windows, ranks)
     memory = ranks.node.node_empty((CHUNK_BYTES,), torch.uint8) if windows else torch.empty(0)
     for window in windows:
@@ -72,7 +72,7 @@ def write_scattered(scattered: Sequence[Scattered], output: Output, ranks: Check
 
 
 def _most_divided(windows: Iterable[_Window], ranks: CheckpointRanks) -> int:
-    """Return how many windows a node has at most of which other nodes have a part; collective."""
+    """Return how many windows a node has at most of which other nodes have a shard; collective."""
     if ranks.nodes == 1:
         return 0
     count = torch.tensor(sum(not window.is_whole for window in windows))
@@ -96,13 +96,13 @@ def _write(window: _Window, pieces: Sequence[Piece], memory: Tensor, output: Out
     node.barrier()
 
 
-def _windows(place: Place, boxes: Sequence[Box]) -> Iterator[_Window]:
-    """Yield the windows of a tensor of which this node has `boxes`; they begin where pages do."""
+def _windows(place: TensorLocation, subarrays: Sequence[Subarray]) -> Iterator[_Window]:
+    """Yield the windows of a tensor of which this node has `subarrays`; they begin where pages do."""
     entry = place.entry
     for begin in range(entry.start // CHUNK_BYTES * CHUNK_BYTES, entry.stop, CHUNK_BYTES):
         low, high = max(begin, entry.start), min(begin + CHUNK_BYTES, entry.stop)
         first, last = _elements(entry, low, high)
-        if held := _held(boxes, entry.spec.shape, first, last):
+        if held := _held(subarrays, entry.spec.shape, first, last):
             yield _Window(place, low, high, held == last - first)
 
 
@@ -120,34 +120,34 @@ def _pages(low: int, high: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(max(first, low), high), min(max(last, low), high)) for first, last in cuts]
 
 
-def _held(boxes: Iterable[Box], shape: Sequence[int], first: int, last: int) -> int:
-    """Return how many elements from `first` up to `last` are in boxes, which do not overlap."""
-    wanted = boxes_of_range(shape, first, last)
-    met = (box.meet(other) for box in boxes for other in wanted)
+def _held(subarrays: Iterable[Subarray], shape: Sequence[int], first: int, last: int) -> int:
+    """Return how many elements from `first` up to `last` are in subarrays, which do not overlap."""
+    wanted = subarrays_of_range(shape, first, last)
+    met = (subarray.meet(other) for subarray in subarrays for other in wanted)
     return sum(common.numel for common in met if common is not None)
 
 
 def _copy_into(window: Tensor, shape: Sequence[int], first: int, last: int, piece: Piece) -> None:
     at = 0
-    for box in boxes_of_range(shape, first, last):
-        common = box.meet(piece.box)
+    for subarray in subarrays_of_range(shape, first, last):
+        common = subarray.meet(piece.subarray)
         if common is not None:
-            whole = window[at : at + box.numel].view(box.size)
-            whole[common.within(box).slices].copy_(piece.view[common.within(piece.box).slices])
-        at += box.numel
+            whole = window[at : at + subarray.numel].view(subarray.size)
+            whole[common.within(subarray).slices].copy_(piece.view[common.within(piece.subarray).slices])
+        at += subarray.numel
 
 
 def _runs(pieces: Iterable[Piece], entry: TensorEntry, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield where this rank's runs among elements from `first` up to `last` begin and end in the file."""
     shape, itemsize = entry.spec.shape, entry.spec.dtype.itemsize
     for piece in pieces:
-        for box in boxes_of_range(shape, first, last):
-            common = box.meet(piece.box)
+        for subarray in subarrays_of_range(shape, first, last):
+            common = subarray.meet(piece.subarray)
             if common is None:
                 continue
             run = common.run_in(shape)
             for number in range(0, common.numel, run):
-                inner = boxes_of_range(common.size, number, number + 1)[0]
-                start = Box(tuple(a + b for a, b in zip(common.start, inner.start, strict=True)), inner.size)
+                inner = subarrays_of_range(common.size, number, number + 1)[0]
+                start = Subarray(tuple(a + b for a, b in zip(common.start, inner.start, strict=True)), inner.size)
                 begin = entry.start + start.first_in(shape) * itemsize
                 yield begin, begin + run * itemsize
