@@ -1,8 +1,8 @@
-"""What all ranks know of a checkpoint before they write it: every tensor's name, dtype and shape.
+"""Names, dtypes and shapes of all tensors of a checkpoint, known to all ranks before they write.
 
-Ranks with all stages of a model know it by themselves: they compare digests, of 16 bytes each. Where some have
-tensors that others have not, as stages of a pipeline, or state that an optimizer has made on some ranks only, they
-tell each other, and again only after something has changed.
+Where all ranks have the same tensors, they compare digests of 16 bytes each and send nothing else. Stages of a
+pipeline, or an optimizer with state on some ranks only, make lists differ. Then one rank for each different list
+sends it, and again only after a change.
 """
 
 from __future__ import annotations
@@ -17,54 +17,55 @@ import torch
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
-from .shards.tensor_shard import TensorShard
+from .shards.tensor_shard import Replicas, TensorShard
 
 _DIGEST_BYTES = 16
 
 Specs = Mapping[str, Sequence[TensorSpec]]
-"""The tensors of each kind of file."""
+"""Tensors by the kind of file."""
+Shards = Mapping[str, Sequence[TensorShard]]
+"""This rank's shards by the kind of file; the same kinds on all ranks."""
 
 
 class GlobalSpecs(NamedTuple):
-    """What the ranks have agreed on.
+    """The tensors and notes of all ranks.
 
     Attributes:
         specs: All tensors, in the same order on all ranks.
-        notes: The notes of all ranks.
-        equals: For each kind of file, how many ranks have the same shards as this one, itself among them, and this
-            rank's number among these.
-        told: What all ranks said, a row for each digest, by which they know later what has not changed.
+        notes: Merged notes of all ranks.
+        equal_ranks: By the kind of file, the ranks with the same shards as this one.
+        digests: A row for each digest, with its values on all ranks: a later save compares them with its own.
     """
 
     specs: Specs
     notes: dict[str, Any]
-    equals: Mapping[str, tuple[int, int]]
-    told: Sequence[bytes]
+    equal_ranks: Mapping[str, Replicas]
+    digests: Sequence[bytes]
 
-    def has_same_parts(self, other: GlobalSpecs) -> bool:
-        """Say whether all ranks have the same shards of the same tensors as then; local, the same on all ranks."""
-        return self.specs is other.specs and self.told[2:] == other.told[2:]
+    def has_same_shards(self, other: GlobalSpecs) -> bool:
+        """Return True if every rank has the same shards as in another save; local, the same on all ranks."""
+        return self.specs is other.specs and self.digests[2:] == other.digests[2:]
 
 
-def digests_of(shards: Mapping[str, Sequence[TensorShard]], notes: Mapping[str, Any]) -> bytes:
-    """Return what a rank tells of its shards and notes, in digests of 16 bytes each; local.
+def digests_of(shards: Shards, notes: Mapping[str, Any]) -> bytes:
+    """Return the digests that a rank sends, of 16 bytes each; local.
 
     Args:
-        shards: By the kind of file.
-        notes: What JSON can hold.
+        shards: Of the rank.
+        notes: Of the rank, as JSON.
 
     Returns:
-        The first digest is the same where ranks have tensors of the same names, dtypes and shapes, the second where
-        they have the same notes. Then comes one for each kind of file, the same where they have the same shards.
+        Digests of the tensors' names, dtypes and shapes, of the notes, and of the shards of each kind of file.
     """
     specs = [f"{kind}\0{shard.name}\0{shard.dtype}\0{shard.shape}" for kind, own in shards.items() for shard in own]
-    subarrays = [_digest(_subarrays(shard) for shard in own) for own in shards.values()]
-    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *subarrays])
+    of_kinds = [_digest(map(_position, own)) for own in shards.values()]
+    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *of_kinds])
 
 
-def _subarrays(shard: TensorShard) -> str:
-    subarrays = [(piece.subarray.start, piece.subarray.size) for piece in shard.pieces]
-    return f"{shard.name}\0{shard.shape}\0{shard.copies}\0{shard.copy}\0{subarrays}"
+def _position(shard: TensorShard) -> str:
+    pieces = [(piece.subarray.start, piece.subarray.size) for piece in shard.pieces]
+    size, rank = shard.replicas
+    return f"{shard.name}\0{shard.shape}\0{size}\0{rank}\0{pieces}"
 
 
 def _digest(lines: Iterable[str]) -> bytes:
@@ -72,73 +73,62 @@ def _digest(lines: Iterable[str]) -> bytes:
 
 
 def gather_specs(
-    group: ProcessGroup,
-    shards: Mapping[str, Sequence[TensorShard]],
-    notes: dict[str, Any],
-    before: GlobalSpecs | None = None,
+    group: ProcessGroup, shards: Shards, notes: dict[str, Any], before: GlobalSpecs | None = None
 ) -> GlobalSpecs:
-    """Agree on the tensors of a checkpoint; collective.
+    """Gather the tensors and notes of all ranks; collective.
 
     Args:
         group: All ranks.
-        shards: This rank's, by the kind of file; the same kinds on all ranks.
-        notes: What else is to be known of all ranks together; where two differ, the lower rank's counts.
-        before: What the ranks agreed on last time.
+        shards: This rank's.
+        notes: This rank's, as JSON; of two different values the lower rank's counts.
+        before: Result of the last save.
 
     Raises:
-        CheckpointError: Ranks have tensors of one name with different shapes or dtypes; on all ranks.
+        CheckpointError: Tensors of one name have different shapes or dtypes; on all ranks.
     """
-    told = group.all_gather(torch.frombuffer(bytearray(digests_of(shards, notes)), dtype=torch.uint8)).numpy()
-    of_all = told.reshape(group.size, -1, _DIGEST_BYTES)
-    same = (of_all == of_all[group.rank]).all(-1)  # [W, digests] as this rank
-    before_this = same[: group.rank]
-    equals = {
-        kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
-        for number, kind in enumerate(shards)
+    own_digests = torch.frombuffer(bytearray(digests_of(shards, notes)), dtype=torch.uint8)
+    digests = group.all_gather(own_digests).numpy().reshape(group.size, -1, _DIGEST_BYTES)
+    same = (digests == digests[group.rank]).all(-1)  # [W, digests] True for ranks with this rank's digest
+    same_before = same[: group.rank]
+    equal_ranks = {
+        kind: Replicas(int(same[:, column].sum()), int(same_before[:, column].sum()))
+        for column, kind in enumerate(shards, 2)
     }
-    rows = [of_all[:, number].tobytes() for number in range(2 + len(shards))]
+    rows = [digests[:, column].tobytes() for column in range(2 + len(shards))]
+    # A list is sent by the first rank that has it.
     specs: Specs
-    if before is not None and before.told[0] == rows[0]:
+    if before is not None and before.digests[0] == rows[0]:
         specs = before.specs
     elif same[:, 0].all():
         specs = _own_specs(shards)
-    else:  # the first of those with the same tensors speaks for all of them
-        specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(shards)))
+    else:
+        specs = _joined(group.all_gather_object({} if same_before[:, 0].any() else _own_specs(shards)))
     if not same[:, 1].all():
-        notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
-    return GlobalSpecs(specs, notes, equals, rows)
+        notes = merged(group.all_gather_object({} if same_before[:, 1].any() else notes))
+    return GlobalSpecs(specs, notes, equal_ranks, rows)
 
 
-def without_duplicates(
-    group: ProcessGroup, shards: Mapping[str, Sequence[TensorShard]]
-) -> dict[str, list[TensorShard]]:
-    """Leave out shards that a lower rank has as well, such as what experts have in common; collective.
+def without_duplicates(group: ProcessGroup, shards: Shards) -> dict[str, list[TensorShard]]:
+    """Leave out shards that a lower rank has as well, such as the unsharded parameters of experts; collective.
 
-    For ranks that are not equal and nevertheless have equal shards. What is left is to be written by one rank.
+    It is needed for ranks that differ in some shards and are equal in others. One rank writes each shard that is
+    left.
 
     Args:
         group: All ranks.
-        shards: This rank's, by the kind of file.
+        shards: This rank's.
     """
-    own = {
-        kind: {shard.name: _digest([_subarrays(shard)]) for shard in of_kind} for kind, of_kind in shards.items()
-    }
-    lower: Sequence[dict[str, dict[str, bytes]]] = group.all_gather_object(own)[: group.rank]
-    return {
-        kind: [
-            shard
-            for shard in of_kind
-            if all(known[kind].get(shard.name) != own[kind][shard.name] for known in lower)
-        ]
-        for kind, of_kind in shards.items()
-    }
+    own = {kind: {each.name: _digest([_position(each)]) for each in of_kind} for kind, of_kind in shards.items()}
+    lower_ranks: Sequence[dict[str, dict[str, bytes]]] = group.all_gather_object(own)[: group.rank]
+
+    def is_first(kind: str, name: str) -> bool:
+        return all(lower[kind].get(name) != own[kind][name] for lower in lower_ranks)
+
+    return {kind: [each for each in of_kind if is_first(kind, each.name)] for kind, of_kind in shards.items()}
 
 
-def _own_specs(shards: Mapping[str, Sequence[TensorShard]]) -> dict[str, list[TensorSpec]]:
-    return {
-        kind: [TensorSpec(shard.name, shard.dtype, shard.shape) for shard in of_kind]
-        for kind, of_kind in shards.items()
-    }
+def _own_specs(shards: Shards) -> dict[str, list[TensorSpec]]:
+    return {kind: [TensorSpec(each.name, each.dtype, each.shape) for each in own] for kind, own in shards.items()}
 
 
 def _joined(of_ranks: Sequence[Specs]) -> Specs:
@@ -156,7 +146,7 @@ def _joined(of_ranks: Sequence[Specs]) -> Specs:
 
 
 def merged(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join dicts, and the dicts in them; where they differ otherwise, the first counts."""
+    """Merge dicts, and the dicts in them; of two different other values, the first counts."""
     result: dict[str, Any] = {}
     for own in of_ranks:
         for key, value in own.items():

@@ -92,18 +92,6 @@ def pretended_node(world_rank: int) -> int:
     return world_rank // int(setting)
 
 
-def writes_by_mpi() -> bool:
-    """Say whether MPI-IO writes checkpoints: `AXONMPI_CHECKPOINT_WRITER=mpi-io`; local.
-
-    Raises:
-        ValueError: The variable is neither `posix` nor `mpi-io`.
-    """
-    setting = os.environ.get("AXONMPI_CHECKPOINT_WRITER", "posix")
-    if setting not in ("posix", "mpi-io"):
-        raise ValueError(f"AXONMPI_CHECKPOINT_WRITER: expected 'posix' or 'mpi-io', got {setting!r}")
-    return setting == "mpi-io"
-
-
 def debugs() -> bool:
     """Say whether to look for the program's mistakes where that costs time: `AXONMPI_DEBUG=1`; local.
 

@@ -115,7 +115,7 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
         "complex": torch.view_as_complex(random_tensor(7, 2)),
     }
     file = save(shared_tmp_path, tensors)
-    turned = Piece(Subarray.whole((30, 50)), torch.zeros(50, 30, dtype=torch.float16).t())
+    turned = Piece(Subarray.full((30, 50)), torch.zeros(50, 30, dtype=torch.float16).t())
     shards = [shard for shard in full_shards(tensors) if shard.name != "turned"]
     shards.append(TensorShard("turned", (30, 50), torch.float16, [turned]))
     check_values(read(world, shared_tmp_path, [file], shards), tensors)
@@ -260,7 +260,7 @@ def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
     file = save(shared_tmp_path, tensors)
     (shard,) = full_shards(tensors)
     if world.rank == 1:
-        shard = TensorShard("a", shard.shape, shard.dtype, [Piece(Subarray.whole(shard.shape), torch.zeros(7))])
+        shard = TensorShard("a", shard.shape, shard.dtype, [Piece(Subarray.full(shard.shape), torch.zeros(7))])
     text = refused_on_all(
         ax.CheckpointError, read, world, shared_tmp_path, [file], [shard], window_bytes=BLOCK_BYTES
     )

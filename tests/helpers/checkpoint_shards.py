@@ -13,7 +13,7 @@ import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out
 from axonmpi.checkpoint.ranks import CheckpointRanks
 from axonmpi.checkpoint.shards.subarrays import Subarray
-from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard
+from axonmpi.checkpoint.shards.tensor_shard import UNREPLICATED, Piece, Replicas, TensorShard
 from axonmpi.checkpoint.writing.job import Job
 from axonmpi.checkpoint.writing.local_plan import local_plan_of, locations_in
 from axonmpi.groups.world import partition_group
@@ -70,15 +70,15 @@ def shards_of(rank, size, tensors, seed):
     shards = []
     for name, tensor in tensors.items():
         copied = chance.random() < 0.3
-        subarrays = cut(Subarray.whole(tensor.shape), chance.randrange(1, 9), chance)
+        subarrays = cut(Subarray.full(tensor.shape), chance.randrange(1, 9), chance)
         owners = [chance.randrange(size) for _ in subarrays]
         pieces = [
             Piece(subarray, memory_of(tensor, subarray))
             for subarray, owner in zip(subarrays, owners, strict=True)
             if copied or owner == rank
         ]
-        copies, copy = (size, rank) if copied else (1, 0)
-        shards.append(TensorShard(name, tuple(tensor.shape), tensor.dtype, pieces, copies, copy))
+        replicas = Replicas(size, rank) if copied else UNREPLICATED
+        shards.append(TensorShard(name, tuple(tensor.shape), tensor.dtype, pieces, replicas))
     return shards
 
 
@@ -87,9 +87,8 @@ STATE = b'{"any": "thing"}'
 
 def job_for(path, shards, max_file_size=1 << 40):
     files = {"model": lay_out("model", [TensorSpec(p.name, p.dtype, p.shape) for p in shards], {}, max_file_size)}
-    places = locations_in(files)
-    share = local_plan_of([(shard, places["model", shard.name]) for shard in shards], 1, 0)
-    return Job(path, files["model"], share, share.nbytes, {"state.json": STATE})
+    plan = local_plan_of({"model": shards}, locations_in(files), {"model": UNREPLICATED})
+    return Job(path, files["model"], plan, plan.nbytes, {"state.json": STATE})
 
 
 def ranks_on_two_nodes(world: ax.World) -> CheckpointRanks:
@@ -109,8 +108,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]
-    copies: int
-    copy: int
+    replicas: Replicas
     is_split: bool
 
 
@@ -124,14 +122,14 @@ def assembled(world: ax.World, shards: Iterable[TensorShard]) -> dict[str, Tenso
         Described(
             *(shard.name, shard.shape, shard.dtype),
             [(piece.subarray.start, piece.subarray.size, piece.view.clone()) for piece in shard.pieces],
-            *(shard.copies, shard.copy, shard.is_split),
+            *(shard.replicas, shard.is_split),
         )
         for shard in shards
     ]
     assert len({each.name for each in own}) == len(own), "a name comes twice"
     everywhere: Sequence[Sequence[Described]] = world.default_group.all_gather_object(own)
     layouts = [
-        [(each.name, [piece[:2] for piece in each.pieces], each.copies, each.copy) for each in of_rank]
+        [(each.name, [piece[:2] for piece in each.pieces], each.replicas) for each in of_rank]
         for of_rank in everywhere
     ]
     found = collections.defaultdict(list)
@@ -147,16 +145,18 @@ def _joined(name: str, of_ranks: Sequence[tuple[Described, int, int]]) -> Tensor
     whole = torch.zeros(shape, dtype=dtype).numpy()
     numbers, most = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)  # a bit for each number
     for each, count, number in of_ranks:
-        bit = 1 << (each.copy * count + number)
+        bit = 1 << (each.replicas.rank * count + number)
         for start, size, view in each.pieces:
             assert (tuple(view.shape), view.dtype) == (size, dtype), name
             index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             assert np.all((numbers[index] == 0) | (whole[index] == view.numpy())), f"{name}: ranks differ"
             assert not np.any(numbers[index] & bit), f"{name}: two ranks have one number"
-            assert np.all((most[index] == 0) | (most[index] == each.copies * count)), f"{name}: copies differ"
+            assert np.all((most[index] == 0) | (most[index] == each.replicas.size * count)), (
+                f"{name}: copies differ"
+            )
             whole[index] = view.numpy()
             numbers[index] |= bit
-            most[index] = each.copies * count
+            most[index] = each.replicas.size * count
     assert np.all((1 << most) - 1 == numbers), f"{name}: a number is missing"
     assert np.all(most), f"{name}: nobody has some of it"
     return torch.from_numpy(whole)

@@ -1,1 +1,1 @@
-"""What a rank has of a model, of an optimizer's state and of random states."""
+"""This rank's shards of a model, of an optimizer's state and of random states."""

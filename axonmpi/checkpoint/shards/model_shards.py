@@ -1,10 +1,10 @@
-"""What a rank has of a model's tensors, however the ranks share the model.
+"""This rank's shards of a model, in every layout of ranks.
 
-    plain, DDP            all of each tensor
+    plain, DDP            the full tensors
     FSDP                  some elements of each parameter
-    tensor parallelism    some rows of some parameters, all of the others
+    tensor parallelism    some rows of some parameters, the others full
     FSDP over it          some elements of these rows
-    pipeline              of the tensors of its stages
+    pipeline              the same of the tensors of its stages
 
 Shards are views of the rank's own memory. Nothing is gathered.
 """
@@ -17,8 +17,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +32,18 @@ from ...pipeline.state_names import StateNames
 from ...wrapping.state_names import Wrapper
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
-from .parameter_placement import UNREPLICATED, Layers, Placement, Replicas
-from .tensor_shard import TensorShard
+from .parameter_placement import ParallelLayers, Placement
+from .tensor_shard import UNREPLICATED, Replicas, TensorShard
 
 
 class ModelShards:
-    """What a rank has of a model, made by `model_shards`.
+    """This rank's shards of a model, made by `model_shards`.
 
     Attributes:
-        shards: Of the tensors in its state dict, each once; of tied parameters those of the first stage.
-        aliases: The other names of tied tensors, and the names that they have in the file.
-        extra: What modules return from `get_extra_state()`, if it is no tensor, by name, as JSON has it.
-        config: The model's `config` as JSON has it; None if there is none.
+        shards: Of each tensor in the state dict, once; a tied parameter is the first stage's.
+        aliases: Name in the file by further name, for tied tensors.
+        extra: JSON by name of values from `get_extra_state()` that are no tensors.
+        config: The model's `config` as JSON; None if there is none.
     """
 
     def __init__(self, model: nn.Module, roots: Sequence[_Root], ties: Mapping[int, _Tied]) -> None:
@@ -55,44 +54,44 @@ class ModelShards:
         self._pipeline = model if isinstance(model, Pipeline) else None
         modules = [module for root in roots for module in root.module.modules()]
         self._runtimes = _runtimes_in(modules)
-        self._sharded = {id(shard.sharded): shard for runtime in self._runtimes for shard in runtime.parameters}
-        self._layers = Layers(modules)
+        self._sharded = {id(each.sharded): each for runtime in self._runtimes for each in runtime.parameters}
+        self._layers = ParallelLayers(modules)
         self._ties = ties
         self._names: dict[int, str] = {}
         self._placements: dict[int, Placement] = {}
         self._own: dict[int, TensorShard] = {}
-        self._others: list[tuple[_Root, dict[str, Any]]] = []
+        self._computed: list[tuple[_Root, dict[str, Any]]] = []
         self._buffers: dict[str, Tensor] = {}
         self._repeated: list[tuple[Tensor, Tensor]] = []
         for root in roots:
-            self._add_all(root)
+            self._add_root(root)
 
     def placement_of(self, parameter: Tensor) -> Placement | None:
-        """Return where a parameter lies, as optimizers have it; None if it is not of this model; local."""
+        """Return the placement of a parameter that optimizers have; None for other models' parameters; local."""
         return self._placements.get(id(parameter))
 
     def shard_of(self, parameter: Tensor) -> TensorShard | None:
-        """Return the shard that a parameter is, as optimizers have it; None if it is not of this model; local."""
+        """Return the shard of a parameter that optimizers have; None for other models' parameters; local."""
         return self._own.get(id(parameter))
 
     @contextmanager
     def stable(self) -> Iterator[None]:
-        """Let shards be read or written in the `with` block; collective at both ends for FSDP, and local else."""
+        """Keep the shards valid in the `with` block; collective at both ends for FSDP, local without it."""
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.between_steps())
             yield
 
-    def loaded(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Let the model compute with what was written to its shards; within `stable()`, collective for pipelines.
+    def loaded(self, extra: Mapping[str, Any]) -> None:
+        """Make the model compute with the new values of its shards; within `stable()`, collective for pipelines.
 
         Args:
-            extra: Values for `set_extra_state()` by name, as JSON has them; names of other ranks do nothing.
+            extra: JSON by name of values for `set_extra_state()`; names of other ranks are ignored.
         """
         for runtime in self._runtimes:
             runtime.forget_gathered()
-        known = {name: decoded(value) for name, value in (extra or {}).items()}
-        for root, values in self._others:
+        known = {name: decoded(value) for name, value in extra.items()}
+        for root, values in self._computed:
             own = {name: known.get(_plain(root.prefix + name), value) for name, value in values.items()}
             root.module.load_state_dict(own, strict=False)
         with torch.no_grad():
@@ -101,120 +100,102 @@ class ModelShards:
         if self._pipeline is not None:
             self._pipeline.spread_ties()
 
-    # ---- making ------------------------------------------------------------------------------------------------
+    # ---- construction ------------------------------------------------------------------------------------------
 
-    def _add_all(self, root: _Root) -> None:
+    def _add_root(self, root: _Root) -> None:
+        """Add the state dict of a model or stage: its own tensors, and values that modules compute for it."""
         _check_names(root.module)
-        lives = {id(tensor) for tensor in (*root.module.parameters(), *root.module.buffers())}
-        others: dict[str, Any] = {}
+        own = {id(tensor) for tensor in (*root.module.parameters(), *root.module.buffers())}
+        computed: dict[str, Any] = {}
         for name, value in root.module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and id(value) in lives:
-                self._add_tensor(root, name, value)
+            full_name = _plain(root.prefix + name)
+            if not isinstance(value, Tensor):
+                where = f"model: {full_name!r} in its state dict, such as get_extra_state() adds"
+                self.extra[full_name] = encoded(value, where)
+                computed[name] = value
+            elif id(value) in own:
+                self._add_tensor(root, name, full_name, value)
             else:
-                others[name] = self._add_other(root, name, value)
-        if others:
-            self._others.append((root, others))
+                copy = computed[name] = value.detach().clone()
+                shard = self._placement(root, name, full_name, copy, is_first=True).shard(copy)
+                self.shards.append(dataclasses.replace(shard, is_split=False))
+        if computed:
+            self._computed.append((root, computed))
 
-    def _add_other(self, root: _Root, name: str, value: Any) -> Any:
-        """Add what a module makes for its state dict, and return what is to be loaded if nothing else is given."""
-        full = _plain(root.prefix + name)
-        if isinstance(value, Tensor):
-            copy = value.detach().clone()
-            self._add_shard(self._placement(root, name, full, copy).shard(copy), is_split=False)
-            return copy
-        self.extra[full] = encoded(value, f"model: {full!r} in its state dict, such as get_extra_state() adds")
-        return value
-
-    def _add_tensor(self, root: _Root, name: str, tensor: Tensor) -> None:
-        full = _plain(root.prefix + name)
+    def _add_tensor(self, root: _Root, name: str, full_name: str, tensor: Tensor) -> None:
         if id(tensor) in self._names:
-            self._add_alias(full, self._names[id(tensor)])
+            if full_name != self._names[id(tensor)]:
+                self.aliases[full_name] = self._names[id(tensor)]
             return
-        _check_saveable(full, tensor)
+        _check_saveable(full_name, tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        if not is_parameter and full in self._buffers:  # of another stage on this rank
-            self._repeated.append((self._buffers[full], tensor))
+        if not is_parameter and full_name in self._buffers:  # of another stage on this rank
+            self._repeated.append((self._buffers[full_name], tensor))
             return
-        tied = self._ties.get(id(tensor))
-        self._names[id(tensor)] = of = full if tied is None else tied.name
-        self._add_alias(full, of)
-        placement = self._placement(root, name, of, tensor, is_first=tied is None or tied.is_first)
+        tied = self._ties.get(id(tensor), _Tied(full_name, is_first=True))
+        self._names[id(tensor)] = tied.name
+        if full_name != tied.name:
+            self.aliases[full_name] = tied.name
+        placement = self._placement(root, name, tied.name, tensor, is_first=tied.is_first)
         sharded = self._sharded.get(id(tensor))
         shard = placement.shard(tensor if sharded is None else sharded.own)
         if is_parameter:
             self._placements[id(tensor)], self._own[id(tensor)] = placement, shard
         else:
-            self._buffers[full] = tensor
+            self._buffers[full_name] = tensor
         if placement.is_first:
-            self._add_shard(shard, is_split=shard.is_split and is_parameter)
+            self.shards.append(dataclasses.replace(shard, is_split=shard.is_split and is_parameter))
 
-    def _add_shard(self, shard: TensorShard, *, is_split: bool) -> None:
-        self.shards.append(dataclasses.replace(shard, is_split=is_split))
-
-    def _add_alias(self, name: str, of: str) -> None:
-        if name != of:
-            self.aliases[name] = of
-
-    def _placement(self, root: _Root, name: str, of: str, tensor: Tensor, *, is_first: bool = True) -> Placement:
-        """Return where a tensor with a name in the root lies, in the file's tensor `of`."""
+    def _placement(self, root: _Root, name: str, file_name: str, tensor: Tensor, *, is_first: bool) -> Placement:
         sharded = self._sharded.get(id(tensor))
         if sharded is None:
             is_shared = name in root.shared and not isinstance(tensor, nn.Parameter)
-            copies = root.shared[name].each_of(root.copies) if is_shared else root.copies
-            shape = tuple(tensor.shape)
-            return self._layers.placement(
-                of, tensor, shape, (0, math.prod(shape)), shape, (copies, copies), is_first=is_first
-            )
-        holders, rank = sharded.holders, sharded.flat.group.rank
-        wholes = Replicas(len(holders), holders.index(rank)) if rank in holders else UNREPLICATED
-        memory = tuple(sharded.own.shape)
+            replicas = root.shared[name].times(root.replicas) if is_shared else root.replicas
+            shape = memory_shape = tuple(tensor.shape)
+            bounds, state_replicas = (0, math.prod(shape)), replicas
+        else:
+            shape, memory_shape, bounds = tuple(sharded.shape), tuple(sharded.own.shape), sharded.bounds
+            replicas, state_replicas = UNREPLICATED, Replicas.among(sharded.holders, sharded.flat.group.rank)
         return self._layers.placement(
-            *(of, tensor, tuple(sharded.shape), sharded.bounds, memory, (UNREPLICATED, wholes)), is_first=is_first
+            file_name, tensor, shape, bounds, memory_shape, replicas, state_replicas, is_first=is_first
         )
 
 
-@dataclass(frozen=True)
-class _Tied:
+class _Tied(NamedTuple):
     """A copy of a parameter that several stages share.
 
     Attributes:
         name: The parameter's name in the file.
-        is_first: Whether it is the first stage's.
+        is_first: True for the first stage's copy.
     """
 
     name: str
     is_first: bool
 
 
-@dataclass(frozen=True)
-class _Root:
+class _Root(NamedTuple):
     """A model, or a stage of a pipeline.
 
     Attributes:
-        module: The same.
-        prefix: What comes before its names in the file.
-        copies: The ranks that have what FSDP does not divide in it, but for replicas with all shards alike.
-        shared: The ranks of a pipeline that have the same tensor, by its name.
+        module: The model or stage.
+        prefix: Beginning of its names in the file.
+        replicas: The ranks with the same tensors outside of FSDP's shards; replicas with equal shards of all
+            tensors do not count.
+        shared: By name, the ranks of a pipeline with the same buffer.
     """
 
     module: nn.Module
     prefix: str
-    copies: Replicas
+    replicas: Replicas
     shared: Mapping[str, Replicas]
 
-    @classmethod
-    def of(cls, module: nn.Module, prefix: str = "", shared: Mapping[str, Replicas] | None = None) -> _Root:
-        """Describe one; local.
 
-        Raises:
-            ValueError: Different ranks share shards of it.
-        """
-        groups = [runtime.group for runtime in _runtimes_in(module.modules())]
-        if any(group.ranks != groups[0].ranks for group in groups):
-            raise ValueError("model: expected modules in FSDP that all belong to one group of ranks")
-        return cls(
-            module, prefix, Replicas(groups[0].size, groups[0].rank) if groups else UNREPLICATED, shared or {}
-        )
+def _root(module: nn.Module, prefix: str = "", shared: Mapping[str, Replicas] | None = None) -> _Root:
+    groups = [runtime.group for runtime in _runtimes_in(module.modules())]
+    if any(group.ranks != groups[0].ranks for group in groups):
+        raise ValueError("model: expected modules in FSDP that all belong to one group of ranks")
+    replicas = Replicas(groups[0].size, groups[0].rank) if groups else UNREPLICATED
+    return _Root(module, prefix, replicas, shared or {})
 
 
 def _runtimes_in(modules: Iterable[nn.Module]) -> list[FSDPRuntime]:
@@ -222,15 +203,14 @@ def _runtimes_in(modules: Iterable[nn.Module]) -> list[FSDPRuntime]:
 
 
 def model_shards(model: nn.Module, group: ProcessGroup) -> ModelShards:
-    """Find what this rank has of a model; collective.
+    """Find this rank's shards of a model; collective.
 
     Args:
         model: A module, or one wrapped in DDP or FSDP, also with parallel layers; or a `Pipeline` of such stages.
-        group: All ranks that have a shard of it.
+        group: All ranks with shards of it.
 
     Raises:
-        ValueError: The state dict has something that a file cannot hold, or the model is on the meta device; on all
-            ranks.
+        ValueError: A file cannot hold a value of the state dict, or the model is on the meta device; on all ranks.
     """
     names = model.state_names() if isinstance(model, Pipeline) else None
     with raised_on_all(group.backend):
@@ -238,22 +218,22 @@ def model_shards(model: nn.Module, group: ProcessGroup) -> ModelShards:
         if inner:
             raise ValueError(f"model: {inner[0]!r} in it is a Pipeline: give the pipeline itself")
         if isinstance(model, Pipeline) and names is not None:
-            made = _of_stages(model, names)
+            found = _of_stages(model, names)
         else:
-            made = ModelShards(model, [_Root.of(model)], {})
-    return made
+            found = ModelShards(model, [_root(model)], {})
+    return found
 
 
 @contextmanager
 def reshaped_buffers(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Iterator[None]:
-    """Let modules give buffers the shapes that a file has, as `load_state_dict` does; local.
+    """Let modules change the shapes of buffers to the shapes in a file, as their `load_state_dict` does; local.
 
-    Observers of quantization, for instance, know the shapes of theirs after a forward only. Modules that do not see
-    to it are left alone. If the `with` block raises, the buffers are what they were.
+    For instance, observers of quantization know the shapes of their buffers only after a forward. Other modules are
+    left alone. If the `with` block raises, all buffers are as before.
 
     Args:
         model: Of which this rank has all buffers.
-        specs: What the file has, by name.
+        specs: The tensors of the file, by name.
     """
     others = {
         name: torch.zeros(specs[_plain(name)].shape, dtype=buffer.dtype, device=buffer.device)
@@ -266,7 +246,7 @@ def reshaped_buffers(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Itera
             (module, {key: buffer.clone() for key, buffer in module.named_buffers(recurse=False)})
             for module in model.modules()
         ]
-        with suppress(RuntimeError):  # of shapes that stay wrong, about which the caller says more
+        with suppress(RuntimeError):  # shapes that stay wrong, which the caller reports
             model.load_state_dict(others, strict=False)
     try:
         yield
@@ -279,10 +259,8 @@ def reshaped_buffers(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Itera
 def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelShards:
     stages = {int(number): stage for number, stage in pipeline.stages.items()}
     rank = pipeline.process_group.rank
-    shared = {
-        name: Replicas(len(ranks), ranks.index(rank)) for name, ranks in names.shared.items() if rank in ranks
-    }
-    roots = [_Root.of(stage, names.prefixes[number], shared) for number, stage in stages.items()]
+    shared = {name: Replicas.among(ranks, rank) for name, ranks in names.shared.items()}
+    roots = [_root(stage, names.prefixes[number], shared) for number, stage in stages.items()]
     own = {number: dict(stage.named_parameters(remove_duplicate=False)) for number, stage in stages.items()}
     ties: dict[int, _Tied] = {}
     for tie in pipeline.ties:
@@ -309,7 +287,7 @@ def _check_saveable(name: str, tensor: Tensor) -> None:
 
 
 def _check_names(module: nn.Module) -> None:
-    """Raise if two tensors of a module have one name, of which a state dict would lose one."""
+    """Raise if two tensors of a module have one name, since a state dict would lose one of them."""
     known: dict[str, Tensor] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
@@ -318,12 +296,15 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what `torch.compile` puts in front."""
+    """Return a name without the prefix of `torch.compile`."""
     return name.replace("_orig_mod.", "")
 
 
+# ---- the model's config -----------------------------------------------------------------------------------------
+
+
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return the `config` of a model, of what is in its wrappers, or of a pipeline's first stage that has one."""
+    """Return the `config` of a model, of the module in its wrappers, or of a pipeline's first stage with one."""
     while isinstance(model, Wrapper) or hasattr(model, "_orig_mod"):
         inner: Any = model.module if isinstance(model, Wrapper) else model._orig_mod
         model = inner
@@ -332,24 +313,24 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
         found = (_config_of(stage) for stage in model.stages.values())
         return next((config for config in found if config is not None), None)
     try:
-        made = json.loads(json.dumps(_described(config, type(model).__name__), default=_readable))
-    except (TypeError, ValueError):  # whatever it is, no other tool reads it
+        made = json.loads(json.dumps(_config_values(config, type(model).__name__), default=_readable))
+    except (TypeError, ValueError):  # other tools could not read it either
         return None
     return made if isinstance(made, dict) else None
 
 
-def _described(config: Any, name: str) -> dict[str, Any] | None:
-    """Return the values of the config of a model of the class `name`; None if it is of no known kind."""
+def _config_values(config: Any, name: str) -> dict[str, Any] | None:
+    """Return the values of the config of a model of class `name`; None for an unknown kind of config."""
     if callable(getattr(config, "to_dict", None)):
-        described = config.to_dict()
-        return {**described, "architectures": described.get("architectures") or [name]}
+        values = config.to_dict()
+        return {**values, "architectures": values.get("architectures") or [name]}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return dict(config) if isinstance(config, Mapping) else None
 
 
 def _readable(value: Any) -> Any:
-    """Return what JSON has for a value that it does not know: a dtype as `transformers` writes it, or a text."""
+    """Return the JSON of a value that is none: a dict of a dataclass; a text as `transformers` writes dtypes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, torch.dtype | torch.device | os.PathLike):

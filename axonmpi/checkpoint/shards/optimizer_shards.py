@@ -1,12 +1,11 @@
-"""What a rank has of an optimizer's state, by the names of parameters.
+"""This rank's shards of an optimizer's state, by the names of parameters.
 
-    exp_avg of a parameter     "blocks.0.weight.exp_avg", laid out as the rank's shard of the parameter is
+    exp_avg of a parameter     "blocks.0.weight.exp_avg", with the placement of the rank's shard of the parameter
     step                       "blocks.0.weight.step", without dims, the same on all ranks
-    options, other values      JSON: the different options, and for each parameter which of them it has
+    options, other values      JSON: each distinct set of options, and for each parameter the label of its set
 
-None of this depends on the layout: parameters have equal options or they have not, in whichever groups of whichever
-rank's optimizer they are. Loading allocates memory beside the state that an optimizer has, and the
-optimizer gets it when all of it was read.
+None of this depends on the layout: parameters are grouped by equal options, whatever the groups of a rank's
+optimizer are. Loading allocates memory beside the optimizer's state, which replaces it when all of it was read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +28,20 @@ from .model_shards import ModelShards
 from .parameter_placement import Placement
 from .tensor_shard import TensorShard
 
-_NAMES = ("params", "param_names")
 MANNER = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how a step is computed and not which: those of the optimizer in hand stay."""
+"""Options of how a step is computed, with the same result: the optimizer in hand keeps its own."""
+NO_OPTIONS = ("params", "param_names", *MANNER)
+"""Keys of a parameter group that checkpoints do not save as options."""
 
 
-@dataclass(frozen=True)
-class OptimizerShards:
-    """What a rank has of an optimizer.
+class OptimizerShards(NamedTuple):
+    """This rank's shards of an optimizer's state.
 
     Attributes:
-        shards: Of the tensors in its state.
-        state: The rest as JSON has it. `"class"`: the optimizer's. `"groups"`: options by a label that depends on
+        shards: Of the tensors in the state.
+        state: The other values as JSON. `"class"`: the optimizer's. `"groups"`: options by a label that depends on
             them alone. `"parameters"`: by name the label of its options, its dtype and its shape. `"values"`: state
-            that is no tensor, by the names of parameter and state. The dicts of several ranks can be joined.
+            that is no tensor, by the names of parameter and state. Such dicts of several ranks can be merged.
     """
 
     shards: list[TensorShard]
@@ -50,14 +49,14 @@ class OptimizerShards:
 
 
 def optimizer_shards(optimizer: Optimizer, model: ModelShards) -> OptimizerShards:
-    """Find what this rank has of an optimizer's state; local, within `model.stable()`.
+    """Find this rank's shards of an optimizer's state; local, within `model.stable()`.
 
     Args:
         optimizer: On parameters of the model.
-        model: What this rank has of the model.
+        model: This rank's shards of the model.
 
     Raises:
-        ValueError: It has parameters of something else, or keeps something that a file by parameter cannot hold.
+        ValueError: It has parameters of another model, or state that a file by parameter cannot hold.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, OF_ALL_PARAMETERS):
@@ -68,7 +67,7 @@ def optimizer_shards(optimizer: Optimizer, model: ModelShards) -> OptimizerShard
     shards: list[TensorShard] = []
     state: dict[str, Any] = {"class": kind, "groups": {}, "parameters": {}, "values": {}}
     for group, placements in _groups_of(optimizer, model):
-        options = _options_of(group, kind)
+        options = encoded_options(group, f"optimizer: {kind}'s option")
         label = label_of(options)
         for parameter, placement in placements:
             if placement.is_first:
@@ -79,12 +78,18 @@ def optimizer_shards(optimizer: Optimizer, model: ModelShards) -> OptimizerShard
     return OptimizerShards(shards, state)
 
 
-def _options_of(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {
-        key: encoded(value, f"optimizer: option {key!r} of {kind}")
-        for key, value in group.items()
-        if key not in _NAMES + MANNER
-    }
+def encoded_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options of a parameter group as JSON; local.
+
+    Args:
+        group: One of the optimizer's `param_groups`.
+        where: Name of an option, for messages.
+
+    Raises:
+        ValueError: A checkpoint cannot hold an option.
+    """
+    options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+    return {key: encoded(value, f"{where} {key!r}") for key, value in options.items()}
 
 
 def label_of(options: Mapping[str, Any]) -> str:
@@ -93,29 +98,35 @@ def label_of(options: Mapping[str, Any]) -> str:
 
 
 def _add_state(
-    optimizer: Optimizer,
-    parameter: Tensor,
-    placement: Placement,
-    shards: list[TensorShard],
-    values: dict[str, Any],
+    optimizer: Optimizer, parameter: Tensor, placement: Placement, shards: list[TensorShard], values: dict[str, Any]
 ) -> None:
-    """Add what an optimizer keeps for a parameter to the shards, and to the values that are no tensors."""
+    """Add the state of a parameter: its tensors to the shards, its other values to the values."""
     kind = type(optimizer).__name__
-    kept = {} if placement.is_empty else optimizer.state.get(parameter, {})
-    for key, value in kept.items():
+    state = {} if placement.is_empty else optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        where = f"optimizer: state {key!r} that {kind} keeps for {placement.name!r}"
         if not isinstance(key, str):
             raise ValueError(f"optimizer: {kind} keeps state under {key!r} for {placement.name!r}, expected a text")
-        if isinstance(value, Tensor):
-            shards.append(_part(kind, placement, key, value.detach().as_subclass(Tensor)))
-        else:
-            where = f"optimizer: state {key!r} that {kind} keeps for {placement.name!r}"
+        if not isinstance(value, Tensor):
             values[f"{placement.name}.{key}"] = encoded(value, where)
+            continue
+        memory = value.detach().as_subclass(Tensor)
+        if value.dim() and tuple(value.shape) == placement.memory_shape:
+            shards.append(placement.shard(memory, key))
+        elif not value.dim() or placement.is_full:
+            shards.append(placement.unsharded_state(memory, key))
+        else:
+            raise ValueError(
+                f"{where} has shape {list(value.shape)}, and this rank's shard of the parameter "
+                f"{list(placement.memory_shape)}: state of another shape can be saved only where a rank has full "
+                "parameters, as with DDP or shard_by='parameters'"
+            )
 
 
 def _groups_of(
     optimizer: Optimizer, model: ModelShards
 ) -> Iterator[tuple[dict[str, Any], list[tuple[Tensor, Placement]]]]:
-    """Yield each group with its parameters, and where they lie."""
+    """Yield each parameter group, with its parameters and their placements."""
     for number, group in enumerate(optimizer.param_groups):
         placements = []
         for parameter in group["params"]:
@@ -129,38 +140,24 @@ def _groups_of(
         yield group, placements
 
 
-def _part(kind: str, placement: Placement, key: str, value: Tensor) -> TensorShard:
-    if value.dim() and tuple(value.shape) == placement.memory:
-        return placement.shard(value, key)
-    if not value.dim() or placement.is_whole:
-        return placement.replicated(value, key)
-    raise ValueError(
-        f"optimizer: state {key!r} that {kind} keeps for {placement.name!r} has shape {list(value.shape)}, and "
-        f"this rank's shard of the parameter {list(placement.memory)}: state of another shape can be saved "
-        "only where a rank has whole parameters, as with DDP or shard_by='parameters'"
-    )
-
-
 def _check_keys(optimizer: Optimizer) -> None:
+    """Raise if there is state of anything but a parameter."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key in optimizer.state:
         if id(key) not in known:
+            shown = f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"optimizer: {type(optimizer).__name__} keeps state for {_shown(key)}, which is none of its "
-                "parameters: a file by parameter cannot hold it"
+                f"optimizer: {type(optimizer).__name__} keeps state for {shown}, which is none of its parameters: "
+                "a file by parameter cannot hold it"
             )
-
-
-def _shown(key: object) -> str:
-    return f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Saved:
-    """What a checkpoint has of one parameter's state."""
+class _SavedState:
+    """The saved state of one parameter."""
 
     label: str
     dtype: str
@@ -172,20 +169,20 @@ class _Saved:
 def prepare_optimizer(
     optimizer: Optimizer, model: ModelShards, specs: Mapping[str, TensorSpec], state: Mapping[str, Any]
 ) -> tuple[list[TensorShard], Callable[[], None]]:
-    """Allocate memory for this rank's shard of a saved state; local, within `model.stable()`.
+    """Allocate memory for this rank's shards of a saved state; local, within `model.stable()`.
 
-    The optimizer has the class of the saved one, and may have other groups on other ranks: all parameters of one of
-    its groups had the same options. State of shards without elements is left as it is, since no step uses it.
+    The optimizer has the class of the saved one, and may have other groups on other ranks, if all parameters of a
+    group had the same options. State of empty shards is left as it is, since no step uses it.
 
     Args:
-        optimizer: What is to be loaded.
-        model: What this rank has of the model.
+        optimizer: To be loaded.
+        model: This rank's shards of the model.
         specs: The saved tensors by name.
-        state: The rest, `OptimizerShards.state` of all ranks.
+        state: `OptimizerShards.state`, merged over all ranks.
 
     Returns:
-        Shards to be filled, under the names that the file has; and a function that gives them and the options to
-        the optimizer, which is as it was until then.
+        Shards to read into, under their names in the file; and a function that puts them and the options into the
+        optimizer, which is unchanged until then.
 
     Raises:
         ValueError: The saved state does not fit the optimizer.
@@ -202,11 +199,10 @@ def prepare_optimizer(
         options.append(_options_for(index, group, [placement for _, placement in named], saved, state["groups"]))
         for parameter, placement in named:
             if not placement.is_empty:
-                made = _Memory(optimizer, group, parameter, placement, saved[placement.name])
-                shards += made.shards
-                states.append((parameter, made.state))
+                new = _allocated(optimizer, group, parameter, placement, saved[placement.name], shards)
+                states.append((parameter, new))
 
-    def give() -> None:
+    def put() -> None:
         for group, chosen in zip(optimizer.param_groups, options, strict=True):
             group.update(chosen)
         for parameter, new in states:
@@ -214,42 +210,42 @@ def prepare_optimizer(
             if new:
                 optimizer.state[parameter] = new
 
-    return shards, give
+    return shards, put
 
 
-def _by_parameter(specs: Mapping[str, TensorSpec], state: Mapping[str, Any]) -> dict[str, _Saved]:
+def _by_parameter(specs: Mapping[str, TensorSpec], state: Mapping[str, Any]) -> dict[str, _SavedState]:
     saved = {
-        name: _Saved(label, dtype, tuple(shape)) for name, (label, dtype, shape) in state["parameters"].items()
+        name: _SavedState(label, dtype, tuple(shape)) for name, (label, dtype, shape) in state["parameters"].items()
     }
-    for full, spec in specs.items():
-        name, key = split_name(full, saved)
+    for full_name, spec in specs.items():
+        name, key = split_name(full_name, saved)
         saved[name].tensors[key] = spec
-    for full, value in state["values"].items():
-        name, key = split_name(full, saved)
+    for full_name, value in state["values"].items():
+        name, key = split_name(full_name, saved)
         saved[name].values[key] = decoded(value)
     return saved
 
 
-def split_name(full: str, saved: Collection[str]) -> tuple[str, str]:
-    """Return the names of a parameter and of a state of it, of which a tensor's name in the file is made; local.
+def split_name(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """Split the name of a tensor in the file into the names of the parameter and of its state; local.
 
     Args:
-        full: The tensor's name.
-        saved: Names of the parameters.
+        full_name: The tensor's name.
+        parameters: Names of the parameters.
 
     Raises:
-        ValueError: It is of none of them.
+        ValueError: The tensor is the state of none of them.
     """
-    name, key = full, ""
+    name, key = full_name, ""
     while name:
         name, _, last = name.rpartition(".")
         key = f"{last}.{key}" if key else last
-        if name in saved:
+        if name in parameters:
             return name, key
-    raise ValueError(f"optimizer: the checkpoint has {full!r}, which is of no parameter that it names")
+    raise ValueError(f"optimizer: the checkpoint has {full_name!r}, which is of no parameter that it names")
 
 
-def _named(placement: Placement, model: ModelShards, saved: Mapping[str, _Saved]) -> Placement:
+def _named(placement: Placement, model: ModelShards, saved: Mapping[str, _SavedState]) -> Placement:
     """Return a placement under the name that its parameter has in the file, perhaps an alias."""
     if placement.name in saved:
         return placement
@@ -261,7 +257,7 @@ def _options_for(
     index: int,
     group: Mapping[str, Any],
     placements: Sequence[Placement],
-    saved: Mapping[str, _Saved],
+    saved: Mapping[str, _SavedState],
     groups: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the saved options of a group's parameters, in the types that the group has."""
@@ -270,25 +266,23 @@ def _options_for(
             f"optimizer: the checkpoint's optimizer did not have {_listed(missing)}, which group {index} has: "
             "build the optimizer on the same parameters"
         )
-    for placement in placements:
-        if saved[placement.name].shape != placement.shape:
-            raise ValueError(
-                f"optimizer: expected the state of {placement.name!r} for shape {list(placement.shape)}, got "
-                f"{list(saved[placement.name].shape)}"
-            )
     members: dict[str, list[str]] = {}
     for placement in placements:
-        members.setdefault(saved[placement.name].label, []).append(placement.name)
+        found = saved[placement.name]
+        if found.shape != placement.shape:
+            raise ValueError(
+                f"optimizer: expected the state of {placement.name!r} for shape {list(placement.shape)}, got one "
+                f"for {list(found.shape)}"
+            )
+        members.setdefault(found.label, []).append(placement.name)
     if len(members) > 1:
         first, second, *_ = members.values()
         raise ValueError(
             f"optimizer: its group {index} has {_listed(first)} and {_listed(second)}, which had different options "
             "when they were saved: build the optimizer with the same groups"
         )
-    chosen = groups[next(iter(members))] if members else {}
-    return {
-        key: _typed(decoded(value), group.get(key)) for key, value in chosen.items() if key not in _NAMES + MANNER
-    }
+    options = groups[next(iter(members))] if members else {}
+    return {key: _typed(decoded(value), group.get(key)) for key, value in options.items() if key not in NO_OPTIONS}
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -297,7 +291,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def _typed(value: Any, own: Any) -> Any:
-    """Return a saved option as a tensor where the optimizer's own one is a tensor, and as a number where not."""
+    """Return a saved option as a tensor if the optimizer's own option is one, and else as a number."""
     if isinstance(own, Tensor):
         return torch.as_tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
     if isinstance(value, Tensor) and isinstance(own, int | float):
@@ -307,63 +301,48 @@ def _typed(value: Any, own: Any) -> Any:
     return value
 
 
-class _Memory:
-    """Memory for the saved state of one parameter.
-
-    Attributes:
-        state: What the optimizer will keep for the parameter.
-        shards: Its tensors.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        parameter: Tensor,
-        placement: Placement,
-        saved: _Saved,
-    ) -> None:
-        self._parameter = parameter
-        self._saved = saved
-        self._now: Mapping[str, Any] = optimizer.state.get(parameter, {})
-        self._counts_on_device = bool(group.get("fused") or group.get("capturable"))
-        self._is_nadam = isinstance(optimizer, torch.optim.NAdam)
-        self.state: dict[str, Any] = dict(saved.values)
-        self.shards: list[TensorShard] = []
-        for key, spec in saved.tensors.items():
-            self.state[key] = self._add(key, spec, placement)
-
-    def _add(self, key: str, spec: TensorSpec, placement: Placement) -> Tensor:
-        dtype = self._dtype(key, spec)
+def _allocated(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    placement: Placement,
+    saved: _SavedState,
+    shards: list[TensorShard],
+) -> dict[str, Any]:
+    """Return new state for a parameter, with the saved values and unread tensors; add the tensors to the shards."""
+    state = dict(saved.values)
+    now: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    counts_on_device = bool(group.get("fused") or group.get("capturable"))
+    for key, spec in saved.tensors.items():
+        like = now.get(key)
+        is_counter = key == "step" or (isinstance(optimizer, torch.optim.NAdam) and key == "mu_product")
+        if isinstance(like, Tensor):
+            dtype, device = like.dtype, like.device
+        else:
+            dtype = _dtype_for(key, spec, parameter, saved, counts_on_device=counts_on_device)
+            on_cpu = is_counter and not spec.shape and not counts_on_device
+            device = torch.device("cpu") if on_cpu else parameter.device
         if spec.shape and spec.shape == placement.shape:
-            # As optimizers make it: in files, where the parameter's state is to lie there.
-            made = torch.zeros_like(self._parameter, dtype=dtype, requires_grad=False)
-            self.shards.append(placement.shard(made, key))
-            return made
-        if spec.shape and not placement.is_whole:
+            # As optimizers allocate it: in a file, if the parameter is offloaded to one.
+            state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            shards.append(placement.shard(state[key], key))
+        elif spec.shape and not placement.is_full:
             raise ValueError(
                 f"optimizer: the saved state {key!r} of {placement.name!r} has shape {list(spec.shape)}, not the "
-                "parameter's: it can be loaded only where a rank has whole parameters, as with DDP or "
+                "parameter's: it can be loaded only where a rank has full parameters, as with DDP or "
                 "shard_by='parameters'"
             )
-        made = torch.zeros(spec.shape, dtype=dtype, device=self._place(key, spec))
-        self.shards.append(placement.replicated(made, key))
-        return made
+        else:
+            state[key] = torch.zeros(spec.shape, dtype=dtype, device=device)
+            shards.append(placement.unsharded_state(state[key], key))
+    return state
 
-    def _dtype(self, key: str, spec: TensorSpec) -> torch.dtype:
-        now = self._now.get(key)
-        if isinstance(now, Tensor):
-            return now.dtype
-        if key == "step":
-            return torch.float32 if self._counts_on_device else spec.dtype
-        follows = spec.shape == self._saved.shape and str(spec.dtype) == self._saved.dtype
-        return self._parameter.dtype if follows else spec.dtype
 
-    def _place(self, key: str, spec: TensorSpec) -> torch.device:
-        """Return where an optimizer keeps a tensor that is not laid out as the parameter."""
-        now = self._now.get(key)
-        if isinstance(now, Tensor):
-            return now.device
-        is_counter = key == "step" or (self._is_nadam and key == "mu_product")
-        on_cpu = is_counter and not spec.shape and not self._counts_on_device
-        return torch.device("cpu") if on_cpu else self._parameter.device
+def _dtype_for(
+    key: str, spec: TensorSpec, parameter: Tensor, saved: _SavedState, *, counts_on_device: bool
+) -> torch.dtype:
+    """Return the dtype of state that the optimizer has not made yet."""
+    if key == "step":
+        return torch.float32 if counts_on_device else spec.dtype
+    had_dtype_of_parameter = spec.shape == saved.shape and str(spec.dtype) == saved.dtype
+    return parameter.dtype if had_dtype_of_parameter else spec.dtype

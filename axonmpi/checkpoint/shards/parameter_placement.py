@@ -1,10 +1,10 @@
-"""Where a rank's memory of a tensor lies in the whole one.
+"""The placement of a rank's memory in a full parameter.
 
-    whole parameter [8, 6]      rows 0 1 6 7 are those of this rank's layer: its `ranges`
-    of the layer    [4, 6]      FSDP gives this rank the elements 5 to 13: its `bounds`
-    of the rank     [9]         pieces [1, 1] at (0, 5), [1, 6] at (1, 0), [1, 2] at (6, 0) of the whole one
+    full parameter        [8, 6]      this rank's tensor-parallel layer has rows 0 1 6 7: its `ranges`
+    of the layer          [4, 6]      FSDP gives this rank the elements 5 to 13: its `bounds`
+    memory of the rank    [9]         pieces [1, 1] at (0, 5), [1, 6] at (1, 0), [1, 2] at (6, 0) of the full one
 
-What optimizers keep for a parameter is laid out as the rank's memory of it is, so it makes the same pieces.
+An optimizer's state of a parameter has the shape of the rank's memory of it, and so the same placement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,114 +20,101 @@ from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
 from ...tensor.transposed import TransposedShard, whole_shape
 from .subarrays import Subarray, subarrays_of_range
-from .tensor_shard import Piece, TensorShard
-
-
-class Replicas(NamedTuple):
-    """Ranks that have the same.
-
-    Attributes:
-        ranks: How many.
-        number: This rank's number among them.
-    """
-
-    ranks: int
-    number: int
-
-    def each_of(self, others: Replicas) -> Replicas:
-        """Return the ranks where each of these has as many others."""
-        return Replicas(self.ranks * others.ranks, self.number * others.ranks + others.number)
-
-
-UNREPLICATED = Replicas(1, 0)
+from .tensor_shard import UNREPLICATED, Piece, Replicas, TensorShard
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank's memory of a parameter, or of what is laid out as it is, lies in the whole one.
+    """The placement of a rank's memory in a full parameter, also for state of an optimizer of the same shape.
 
     Attributes:
-        name: The whole parameter's name in the file.
-        shape: Of the whole parameter.
-        local: Shape of what the rank's layer computes with, padding included.
-        bounds: Which elements of it the rank has, from and to.
-        memory: Shape of the rank's memory of them.
-        dim: Dimension of `local` that is cut.
-        ranges: Rows of the whole parameter along it, in the order in which `local` has them; None if it is not cut.
-        is_transposed: Whether the whole parameter is transposed against `local`.
-        elements: The ranks that have the same elements, but for replicas with all shards alike.
-        wholes: The ranks that have what goes with the parameter and is not divided, such as a count of steps.
+        name: The full parameter's name in the file.
+        shape: Of the full parameter.
+        layer_shape: Of the tensor that the rank's layer computes with, padding included.
+        bounds: First and last element of that tensor, plus one, that the rank has.
+        memory_shape: Of the rank's memory.
+        dim: Dimension of `layer_shape` along which a layer is sharded.
+        ranges: Rows of the full parameter along it, in the layer's order; None if the layer is not sharded.
+        is_transposed: The full parameter is transposed against the layer's.
+        replicas: The ranks with the same elements; replicas with equal shards of all tensors do not count.
+        state_replicas: The ranks with the same unsharded optimizer state, such as `step`.
         is_first: False for a copy of a tied parameter that belongs to an earlier stage.
     """
 
     name: str
     shape: tuple[int, ...]
-    local: tuple[int, ...]
+    layer_shape: tuple[int, ...]
     bounds: tuple[int, int]
-    memory: tuple[int, ...]
+    memory_shape: tuple[int, ...]
     dim: int = 0
     ranges: tuple[Range, ...] | None = None
     is_transposed: bool = False
-    elements: Replicas = UNREPLICATED
-    wholes: Replicas = UNREPLICATED
+    replicas: Replicas = UNREPLICATED
+    state_replicas: Replicas = UNREPLICATED
     is_first: bool = True
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the rank has all of the parameter, laid out as in the file."""
+    def is_full(self) -> bool:
+        """True if the rank has the full parameter, as in the file."""
         return self.ranges is None and self.bounds == (0, math.prod(self.shape))
 
     @property
     def is_empty(self) -> bool:
-        """Whether other ranks have all of its elements."""
+        """True if other ranks have all of its elements."""
         return self.bounds[0] == self.bounds[1] and math.prod(self.shape) > 0
 
     def shard(self, memory: Tensor, key: str = "") -> TensorShard:
-        """Return the shard that memory is which is laid out as the rank's memory of the parameter; local.
+        """Return the shard in memory that has this placement; local.
 
         Args:
-            memory: The parameter's, or that of an optimizer's state for it.
-            key: The state's name.
+            memory: [*memory_shape] of the parameter, or of the optimizer's state for it.
+            key: Name of the state.
         """
         name = f"{self.name}.{key}" if key else self.name
         pieces, is_split = list(self._pieces(memory.detach())), bool(self.shape)
-        return TensorShard(name, self.shape, memory.dtype, pieces, *self.elements, is_split)
+        return TensorShard(name, self.shape, memory.dtype, pieces, self.replicas, is_split)
 
-    def replicated(self, memory: Tensor, key: str) -> TensorShard:
-        """Return the shard that a tensor is which belongs to the parameter and which ranks have whole; local."""
+    def unsharded_state(self, memory: Tensor, key: str) -> TensorShard:
+        """Return the shard of a state that is not sharded with the parameter; local.
+
+        Args:
+            memory: The full state.
+            key: Its name.
+        """
         shape = tuple(memory.shape)
-        pieces = [Piece(Subarray.whole(shape), memory.detach())]
-        return TensorShard(f"{self.name}.{key}", shape, memory.dtype, pieces, *self.wholes, is_split=bool(shape))
+        pieces = [Piece(Subarray.full(shape), memory.detach())]
+        name, is_split = f"{self.name}.{key}", bool(shape)
+        return TensorShard(name, shape, memory.dtype, pieces, self.state_replicas, is_split)
 
     def _pieces(self, memory: Tensor) -> Iterator[Piece]:
         first, last = self.bounds
         if first == last:
             return
-        if last - first == math.prod(self.local):
-            yield from self._in_whole(Subarray.whole(self.local), memory)
+        if last - first == math.prod(self.layer_shape):
+            yield from self._in_full(Subarray.full(self.layer_shape), memory)
             return
         elements, at = memory.view(-1), 0
-        for subarray in subarrays_of_range(self.local, first, last):
-            yield from self._in_whole(subarray, elements[at : at + subarray.numel].view(subarray.size))
+        for subarray in subarrays_of_range(self.layer_shape, first, last):
+            yield from self._in_full(subarray, elements[at : at + subarray.numel].view(subarray.size))
             at += subarray.numel
 
-    def _in_whole(self, subarray: Subarray, view: Tensor) -> Iterator[Piece]:
-        """Yield the pieces of a subarray of `local` in the full parameter: one for each range, none for padding."""
+    def _in_full(self, of_layer: Subarray, view: Tensor) -> Iterator[Piece]:
+        """Yield the pieces of a subarray of the layer's tensor: one for each range, none for padding."""
         if self.ranges is None:
-            yield Piece(subarray, view)
+            yield Piece(of_layer, view)
             return
-        at, begin, end = 0, subarray.start[self.dim], subarray.start[self.dim] + subarray.size[self.dim]
+        at, begin = 0, of_layer.start[self.dim]
+        end = begin + of_layer.size[self.dim]
         for start, stop in self.ranges:
             low, high = max(begin, at), min(end, at + stop - start)
             if low < high:
-                where = _with(subarray.start, self.dim, start + low - at)
-                size = _with(subarray.size, self.dim, high - low)
+                piece_start = _with(of_layer.start, self.dim, start + low - at)
+                piece_size = _with(of_layer.size, self.dim, high - low)
                 rows = view.narrow(self.dim, low - begin, high - low)
-                yield (
-                    Piece(Subarray(where[::-1], size[::-1]), rows.t())
-                    if self.is_transposed
-                    else Piece(Subarray(where, size), rows)
-                )
+                if self.is_transposed:
+                    yield Piece(Subarray(piece_start[::-1], piece_size[::-1]), rows.t())
+                else:
+                    yield Piece(Subarray(piece_start, piece_size), rows)
             at += stop - start
 
 
@@ -135,21 +122,21 @@ def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-class Layers:
-    """The parallel layers among a model's modules.
+class ParallelLayers:
+    """The tensor-parallel layers among a model's modules.
 
     Raises:
         ValueError: They belong to different groups of ranks.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._cuts: dict[int, Shard] = {}
+        self._shards: dict[int, Shard] = {}
         groups: list[ProcessGroup] = []
         for module in modules:
             if isinstance(module, Sharded):
                 groups.append(module.process_group)
                 parameters: dict[str, Any] = module._parameters
-                self._cuts |= {id(dict.get(parameters, name)): shard for name, shard in module.shards.items()}
+                self._shards |= {id(dict.get(parameters, name)): shard for name, shard in module.shards.items()}
         if any(group.ranks != groups[0].ranks for group in groups):
             raise ValueError("model: expected parallel layers that all belong to one group of ranks")
         self._ranks = Replicas(groups[0].size, groups[0].rank) if groups else UNREPLICATED
@@ -158,45 +145,53 @@ class Layers:
         self,
         name: str,
         tensor: Tensor,
-        local: tuple[int, ...],
+        layer_shape: tuple[int, ...],
         bounds: tuple[int, int],
-        memory: tuple[int, ...],
-        beside: tuple[Replicas, Replicas],
+        memory_shape: tuple[int, ...],
+        replicas: Replicas,
+        state_replicas: Replicas,
         *,
         is_first: bool,
     ) -> Placement:
-        """Return where a tensor lies; local.
+        """Return the placement of a tensor; local.
 
         Args:
             name: In the file.
-            tensor: As modules have it.
-            local: Shape of what the layer computes with.
-            bounds: Which elements of it this rank has.
-            memory: Shape of the rank's memory of them.
-            beside: The ranks outside of the layers' group that have the same elements, and what goes with them.
-            is_first: Whether it is no copy of an earlier stage's.
+            tensor: Of a module.
+            layer_shape: Of the tensor that the layer computes with.
+            bounds: First and last element of that tensor, plus one, that this rank has.
+            memory_shape: Of the rank's memory.
+            replicas: The ranks with the same elements, one for each group of layers.
+            state_replicas: The ranks with the same unsharded optimizer state, one for each group of layers.
+            is_first: False for a copy of an earlier stage's parameter.
         """
-        shard = self._cuts.get(id(tensor))
-        elements, wholes = (copies.each_of(self._ranks) for copies in beside)
+        shard = self._shards.get(id(tensor))
+        all_state_replicas = state_replicas.times(self._ranks)
         is_transposed = isinstance(shard, TransposedShard)
         if shard is None or (shard.group_size == 1 and not is_transposed):
             return Placement(
-                name, local, local, bounds, memory, elements=elements, wholes=wholes, is_first=is_first
+                name,
+                layer_shape,
+                layer_shape,
+                bounds,
+                memory_shape,
+                replicas=replicas.times(self._ranks),
+                state_replicas=all_state_replicas,
+                is_first=is_first,
             )
-        shard = shard.along(shard.dim % len(local))
-        ranges = shard.ranges[self._ranks.number]
-        alike = [rank for rank, other in enumerate(shard.ranges) if other == ranges]
-        of_layer = Replicas(len(alike), alike.index(self._ranks.number)) if ranges else UNREPLICATED
+        shard = shard.along(shard.dim % len(layer_shape))
+        ranges = shard.ranges[self._ranks.rank]
+        same_rows = [rank for rank, other in enumerate(shard.ranges) if other == ranges and ranges]
         return Placement(
             name,
-            tuple(whole_shape(shard, local)),
-            local,
+            tuple(whole_shape(shard, layer_shape)),
+            layer_shape,
             bounds,
-            memory,
+            memory_shape,
             shard.dim,
             ranges,
             is_transposed,
-            beside[0].each_of(of_layer),
-            wholes,
+            replicas.times(Replicas.among(same_rows, self._ranks.rank)),
+            all_state_replicas,
             is_first,
         )

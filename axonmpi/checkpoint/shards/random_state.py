@@ -1,11 +1,11 @@
-"""The ranks' random states, as rows of a tensor for each generator.
+"""Random states of the ranks: a tensor for each generator, with a row for each rank.
 
     random.torch     [W, 5056]     torch's default generator of the CPU
-    random.cuda      [W, 16]       that of the rank's GPU
-    random.python    [W, 2510]     the one of the module `random`: version, 625 words, the next normal deviate
-    random.numpy     [W, 2507]     numpy's global one: 624 words, the place in them, the next normal deviate
+    random.cuda      [W, 16]       the generator of the rank's GPU
+    random.python    [W, 2510]     of the module `random`: version, 625 words, the next normal deviate
+    random.numpy     [W, 2507]     numpy's global one: 624 words, the index in them, the next normal deviate
 
-All of them are bytes. Generators that a program makes by itself are its own to save.
+All of them are bytes. Generators that a program makes are left to the program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def random_shards(group: ProcessGroup) -> list[TensorShard]:
         group: All ranks.
 
     Raises:
-        ValueError: numpy's global generator is another one than it is by default.
+        ValueError: numpy's global generator is not the default one.
     """
     generators = _generators(group)
     return [_row(name, read(), group) for name, (read, _) in generators.items()]
@@ -47,17 +47,17 @@ def prepare_random(
 ) -> tuple[list[TensorShard], Callable[[], None]]:
     """Allocate memory for this rank's saved random states; local.
 
-    Ranks beyond those that were saved keep their own states, and so do generators that were not saved.
+    Ranks and generators without a saved state keep their own.
 
     Args:
-        group: All ranks, as many as there are now.
+        group: All ranks.
         specs: The saved tensors by name.
 
     Returns:
-        Shards to be filled, and a function that sets the generators to them.
+        Shards to read into, and a function that sets the generators afterwards.
 
     Raises:
-        ValueError: A state is not that of this generator.
+        ValueError: A saved state is of another generator.
     """
     shards: list[TensorShard] = []
     found: list[tuple[Callable[[Tensor], None], Tensor]] = []
@@ -89,7 +89,7 @@ def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None)
 
 
 def _generators(group: ProcessGroup) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Return how the states of generators are read and set, by name."""
+    """Return by name a function that reads a generator's state and one that sets it."""
     own, cpu = device_at(group.backend.place), device_at(torch.device("cpu"))
     found = {"random.torch": (cpu.random_state, cpu.set_random_state)}
     if own.is_asynchronous:
@@ -112,7 +112,7 @@ def _numpy_state() -> Tensor:
     if state["bit_generator"] != "MT19937":
         raise ValueError(
             f"numpy's global generator is a {state['bit_generator']}, expected the MT19937 that it is by default: "
-            "a checkpoint has no place for others"
+            "a checkpoint has no room for others"
         )
     words, place = state["state"]["key"], state["state"]["pos"]
     return _bytes(_NUMPY.pack(*words.tolist(), place, bool(state["has_gauss"]), state["gauss"]))

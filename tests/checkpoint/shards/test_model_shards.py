@@ -108,7 +108,7 @@ def test_a_model_computes_with_what_was_loaded(
         shards = model_shards(model, group)
         with shards.stable():
             fill(shards.shards, other.state_dict())
-            shards.loaded()
+            shards.loaded({})
         torch.testing.assert_close(model(tokens), other(tokens))
         with model.full_parameters():  # shards are those of the shards also where users see whole ones
             check(world, model, other.state_dict(), TIES)

@@ -52,7 +52,7 @@ def load(
         shards, give = prepare_optimizer(optimizer, found, specs, state)
         fill(shards, tensors)
         give()
-        found.loaded()
+        found.loaded({})
 
 
 def of_one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ def test_state_that_a_file_cannot_hold(world: ax.World) -> None:
         (plain, keeping(plain, {1, 2}), f"{of_scale}: a checkpoint holds None, .* got set"),
         (plain, keeping(plain, [torch.zeros(9999)]), f"{of_scale}.* at most 4096 elements, got 9999"),
         (sharded, keeping(sharded, torch.zeros(3, 2)), r"keeps for '.*' has shape \[3, 2\], and this rank's shard"),
-        (plain, rule, "option 'rule' of SGD: a checkpoint holds .* got builtin"),
+        (plain, rule, "SGD's option 'rule': a checkpoint holds .* got builtin"),
         (plain, torch.optim.LBFGS(plain.parameters()), "LBFGS keeps vectors over all parameters"),
         (plain, optimizer_of("SGD")(sharded), "group 0 has a parameter of shape .* that is not of this model"),
         (plain, number, "SGD keeps state under 7 for 'scale', expected a text"),

@@ -21,7 +21,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
     )
     assert len(subarrays) <= max(1, 2 * len(shape) - 1)
     assert all(
-        subarray.is_contiguous_in(shape) and whole[subarray.start] == subarray.first_in(shape)
+        subarray.run_in(shape) == subarray.numel and whole[subarray.start] == subarray.offset_in(shape)
         for subarray in subarrays
     )
 
@@ -36,7 +36,7 @@ def test_what_boxes_have_in_common(shape, data):
 
     one, other = subarray(), subarray()
     whole = np.arange(np.prod(shape)).reshape(shape)
-    common = one.meet(other)
+    common = one.intersection(other)
     expected = np.intersect1d(whole[one.slices], whole[other.slices])
     found = np.array([], dtype=int) if common is None else whole[one.slices][common.within(one).slices].ravel()
     assert sorted(found) == list(expected)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from axonmpi.checkpoint.shards.tensor_shard import Replicas
 from axonmpi.checkpoint.writing.local_plan import PAGE_BYTES, FileSlice, _evenly
 
 
@@ -25,7 +26,7 @@ def test_ranks_with_the_same_tensors_write_each_byte_once(equal, seed):
         numel = draw.choice([1, 7, draw.randrange(1, 3 * PAGE_BYTES)])
         slices.append(FileSlice(0, end, torch.empty(numel, dtype=torch.float64), 0, numel, may_wait=False))
         end += numel * 8 + draw.choice([0, 8, PAGE_BYTES])
-    of_ranks = [list(_evenly(slices, equal, own)) for own in range(equal)]
+    of_ranks = [list(_evenly(slices, Replicas(equal, own))) for own in range(equal)]
     assert (counts([cut for own in of_ranks for cut in own], end) == counts(slices, end)).all()
     starts = {id(file_slice.view): file_slice.start for file_slice in slices}
     assert all(cut.start == starts[id(cut.view)] + 8 * cut.first for own in of_ranks for cut in own)

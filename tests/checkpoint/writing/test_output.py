@@ -41,10 +41,10 @@ def test_any_division_of_tensors_gives_the_same_file(world, seed, copies, shared
     path, tensors = shared_tmp_path / "it", whole_tensors(seed)
     job = job_of(world, path, tensors, seed)
     if copies:
-        snapshot = Snapshot(job.share)
+        snapshot = Snapshot(job.plan)
         snapshot.copy_now()
         snapshot.copy_rest()
-        job = job._replace(share=snapshot.share)
+        job = job._replace(plan=snapshot.plan)
     write_checkpoint(job, ranks_of(world.default_group))
     assert sorted(os.listdir(path)) == ["checksums.safetensors", "model.safetensors", "state.json"]
     assert os.listdir(shared_tmp_path) == ["it"]

@@ -17,9 +17,9 @@ from torch import Tensor
 from ....checkpoint.files.tensor_file import TensorSpec
 from ....checkpoint.global_plan import GlobalPlan, plan_writes
 from ....checkpoint.global_specs import digests_of
-from ....checkpoint.shards.parameter_placement import UNREPLICATED, Placement, Replicas
+from ....checkpoint.shards.parameter_placement import Placement
 from ....checkpoint.shards.subarrays import Subarray
-from ....checkpoint.shards.tensor_shard import Piece, TensorShard
+from ....checkpoint.shards.tensor_shard import Piece, Replicas, TensorShard
 from ....checkpoint.writing.local_plan import LocalPlan
 from ....fsdp.layout import Layout, by_elements
 from .states import build_model
@@ -132,16 +132,18 @@ class _Rank:
     def _parts(self, rank: int) -> Shards:
         made: Shards = {"model": [], "optimizer": []}
         for each in self._parameters:
-            first, last = self._layout.shard(each.place, rank)
+            first, last = self._layout.part(each.place, rank)
             holders = self._layout.holders(each.place)
-            wholes = Replicas(len(holders), holders.index(rank)) if rank in holders else UNREPLICATED
+            state_replicas = Replicas.among(holders, rank)
             size = (last - first,)
-            placement = Placement(each.name, each.shape, each.shape, (first, last), size, wholes=wholes)
+            placement = Placement(
+                each.name, each.shape, each.shape, (first, last), size, state_replicas=state_replicas
+            )
             memory = self._memory[: last - first]
             made["model"].append(placement.shard(memory))
             if first < last:
                 made["optimizer"] += [placement.shard(memory, key) for key in _STATE]
-                made["optimizer"].append(placement.replicated(self._count, "step"))
+                made["optimizer"].append(placement.unsharded_state(self._count, "step"))
         row = Piece(Subarray((rank, 0), (1, _RANDOM_BYTES)), self._row)
         return {**made, "random": [TensorShard("random.torch", (self.size, _RANDOM_BYTES), torch.uint8, [row])]}
 
