@@ -1,4 +1,4 @@
-"""A checkpoint, or what other programs make, turned into another of these formats by one process.
+"""Conversion between checkpoints and the formats of other programs, by one process.
 
 SOURCE                                    TARGET
 checkpoint                                checkpoint: a folder
@@ -33,20 +33,16 @@ from .single_process_writer import write_folder, write_safetensors
 from .torch_files import from_torch_file, write_torch_file
 
 
-def _unseen(done: int, total: int) -> None:
-    pass
-
-
 def open_checkpoint(path: Path, *, trust: bool = False, only_model: bool = False) -> CheckpointData:
-    """Find what a file or folder of any known format has, tensors without their values; local.
+    """Read a file or folder of any known format, without the values of tensors; local.
 
     Args:
         path: The file or folder.
-        trust: Whether reading it may run code in it, as DCP's folders need.
-        only_model: Whether the optimizer's state in a dict of torch is left alone.
+        trust: Allow code in it to run, which reading folders of DCP does.
+        only_model: Leave the optimizer's state in a dict of torch alone.
 
     Raises:
-        CheckpointError: It is of no known format, not trusted, or damaged.
+        CheckpointError: Its format is unknown, or it is not trusted or damaged.
     """
     with _errors_named(path, "read"):
         kind = format_of(path)
@@ -66,30 +62,30 @@ def convert_checkpoint(
     optimizer: str | None = None,
     trust: bool = False,
     overwrite: bool = False,
-    progress: Progress = _unseen,
+    progress: Progress = lambda done, total: None,
 ) -> CheckpointData:
-    """Turn a checkpoint, or what another program has saved, into another format; local, for one process.
+    """Convert a checkpoint, or a file or folder of another program, to another format; local, for one process.
 
-    Tensors pass one by one, or as many as 256 MiB have, on their way from and to files of tensors; torch's own
-    formats take as much memory as torch does.
+    At most 256 MiB, or one larger tensor, are in memory at once, except that torch writes its own formats from
+    tensors in memory.
 
     Args:
         source: A checkpoint, a `.safetensors` file, a folder of `transformers`, a file of `torch.save`, a folder of
             DCP.
-        target: The file or folder, which is complete when it has its name.
-        to: `"checkpoint"`, `"safetensors"`, `"torch"` or `"dcp"`; None goes by the name of the target.
-        only_model: Leave everything but the model's state dict out.
+        target: The file or folder; it has this name when it is complete.
+        to: `"checkpoint"`, `"safetensors"`, `"torch"` or `"dcp"`; None chooses by the name of the target.
+        only_model: Convert the model's state dict alone.
         optimizer: Name of the optimizer's class, needed for a checkpoint from another program's.
-        trust: Whether reading `source` may run code in it, as DCP's folders need.
-        overwrite: Whether a target that is there is replaced.
-        progress: Is told how many bytes are done, and of how many.
+        trust: Allow code in `source` to run, which reading folders of DCP does.
+        overwrite: Replace an earlier target.
+        progress: Called with the number of bytes that are done, and of all bytes.
 
     Returns:
-        What was converted, and what of it was left out.
+        The content of the source, with a list of what was left out.
 
     Raises:
         ValueError: `to` is none of these.
-        CheckpointError: The source cannot be understood, or the target cannot be written.
+        CheckpointError: The source cannot be read, or the target cannot be written.
     """
     of, into = (Path(os.path.abspath(os.fspath(path))) for path in (source, target))
     chosen: Format = _format_by_name(into) if to is None else to
@@ -100,7 +96,7 @@ def convert_checkpoint(
     data = open_checkpoint(of, trust=trust, only_model=only_model)
     if only_model:
         data.optimizer, data.optimizer_state, data.random, data.values = {}, None, {}, {}
-    _note_what_is_left_out(data, chosen)
+    _list_left_out(data, chosen)
     if data.optimizer_state is not None and chosen == "checkpoint":
         _set_class(of, data.optimizer_state, optimizer)
     with _errors_named(into, "written"):
@@ -114,7 +110,7 @@ def _format_by_name(path: Path) -> Format:
     return "torch" if path.suffix in TORCH_SUFFIXES else "checkpoint"
 
 
-def _note_what_is_left_out(data: CheckpointData, to: Format) -> None:
+def _list_left_out(data: CheckpointData, to: Format) -> None:
     if to == "safetensors" and (data.optimizer_state is not None or data.values):
         data.left_out.append("everything but the model, since a file of safetensors has tensors alone")
     elif data.random and to != "checkpoint":
@@ -158,13 +154,13 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _errors_named(path: Path, what: str) -> Iterator[None]:
-    """Raise a CheckpointError for whatever is wrong: files of other programs can have anything in them."""
+def _errors_named(path: Path, action: str) -> Iterator[None]:
+    """Raise any error as a CheckpointError that names the file: other programs' files can have anything in them."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: cannot be {what}: {error.strerror or error}") from error
+        raise CheckpointError(f"{error.filename or path}: cannot be {action}: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be {what}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: cannot be {action}: {type(error).__name__}: {error}") from error

@@ -1,14 +1,14 @@
-"""The dict that programs save with torch, understood and made.
+"""The dict that programs save with torch, read and made.
 
     {"weight": …}                                    a model's state dict alone
-    {"model": {…}, "optimizer": {…}, "epoch": 3}     with more beside it, under the names that people give it
+    {"model": {…}, "optimizer": {…}, "epoch": 3}     with other states, under the names that people give them
 
-What stands under other names is left out, and said to be.
+Values under other names are left out, and listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,45 +28,47 @@ NAMES = {
     "epoch": ("epoch",),
     "extra": ("extra",),
 }
-"""What is in such a dict, and the names that it has in dicts of torch's examples and of programs for training."""
+"""The names of each value in torch's examples and in programs for training."""
 _EXTRA_STATE = "_extra_state"
 
 
-def read_torch_dict(made: CheckpointData, source: str, nested: Any, *, only_model: bool) -> None:
-    """Put what a dict has where it belongs; local.
+def read_torch_dict(data: CheckpointData, source: str, saved: Any, *, only_model: bool) -> None:
+    """Add the values of a saved dict to the content of a checkpoint; local.
 
     Args:
-        made: Gets it.
-        source: Where the dict is from, for messages.
-        nested: The dict.
-        only_model: Whether an optimizer's state is left alone.
+        data: Changed in place.
+        source: Path of the file, for messages.
+        saved: The dict.
+        only_model: Leave an optimizer's state alone.
 
     Raises:
-        CheckpointError: It is not clear what is what.
+        CheckpointError: It is no dict with a model's state dict, or two names stand for one value.
     """
-    if not isinstance(nested, Mapping):
-        raise CheckpointError(f"{source}: expected a dict, got {type(nested).__name__}")
-    if _is_state_dict(nested):
-        _read_model(made, source, nested)
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{source}: expected a dict, got {type(saved).__name__}")
+    if _is_state_dict(saved):
+        _add_model(data, source, saved)
         return
-    if len(nested) == 1 and not _found(nested, "model", source):
-        (inner,) = nested.values()
-        if isinstance(inner, Mapping):  # as torch's own examples of DCP have it, under "app"
-            read_torch_dict(made, source, inner, only_model=only_model)
+    if len(saved) == 1 and not _name_of("model", saved, source):
+        (inner,) = saved.values()
+        if isinstance(inner, Mapping):  # as in torch's examples of DCP, under "app"
+            read_torch_dict(data, source, inner, only_model=only_model)
             return
-    found = {what: _found(nested, what, source) for what in NAMES if what != "optimizer" or not only_model}
-    model = nested.get(found["model"])
+    found = {key: _name_of(key, saved, source) for key in NAMES if key != "optimizer" or not only_model}
+    model = saved.get(found.pop("model"))
     if not isinstance(model, Mapping) or not _is_state_dict(model):
+        shown = [*map(repr, saved)]
+        listed = ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing in it"
         raise CheckpointError(
             f"{source}: expected a state dict, or a dict with one under {' or '.join(map(repr, NAMES['model']))}, "
-            f"got a dict with {_listed(nested)}"
+            f"got a dict with {listed}"
         )
-    _read_model(made, source, model)
-    made.left_out += [f"{name!r} ({type(nested[name]).__name__})" for name in nested if name not in found.values()]
+    _add_model(data, source, model)
+    known = {*found.values(), *NAMES["model"]}
+    data.left_out += [f"{name!r} ({type(saved[name]).__name__})" for name in saved if name not in known]
     if optimizer := found.pop("optimizer", ""):
-        read_optimizer_dict(made, f"{source}: {optimizer!r}", _single(nested[optimizer]))
-    others = {what: name for what, name in found.items() if name and what != "model"}
-    made.values = {what: _single(nested[name]) for what, name in others.items()}
+        read_optimizer_dict(data, f"{source}: {optimizer!r}", _single(saved[optimizer]))
+    data.values = {key: _single(saved[name]) for key, name in found.items() if name}
 
 
 def _is_state_dict(values: Mapping[Any, Any]) -> bool:
@@ -76,60 +78,55 @@ def _is_state_dict(values: Mapping[Any, Any]) -> bool:
     )
 
 
-def _found(nested: Mapping[str, Any], what: str, source: str) -> str:
-    names = [name for name in NAMES[what] if name in nested]
+def _name_of(key: str, saved: Mapping[str, Any], source: str) -> str:
+    """Return the name of a value in a dict; empty if it is not there."""
+    names = [name for name in NAMES[key] if name in saved]
     if len(names) > 1:
-        raise CheckpointError(f"{source}: has {' and '.join(map(repr, names))}: which of them is the {what}'s?")
+        raise CheckpointError(f"{source}: has {' and '.join(map(repr, names))}: which of them is the {key}'s?")
     return names[0] if names else ""
 
 
 def _single(value: Any) -> Any:
-    """Return what is in a list of one dict, as programs with several optimizers have it, and else the value."""
+    """Return the dict in a list of one, which programs for several optimizers save; otherwise the value."""
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) else value
 
 
-def _read_model(made: CheckpointData, source: str, values: Mapping[str, Any]) -> None:
+def _add_model(data: CheckpointData, source: str, values: Mapping[str, Any]) -> None:
     names: dict[Any, str] = {}
     for name, value in values.items():
-        if isinstance(value, Tensor):
-            if value.layout != torch.strided or value.is_quantized:
-                raise CheckpointError(f"{source}: {name!r} is {value.layout}, expected a plain tensor")
-            if value.is_meta and made.format != "dcp":
-                raise CheckpointError(f"{source}: {name!r} is on the meta device: it has no values")
-            first = names.setdefault(_memory_of(value), name)
-            if first == name:
-                made.model[name] = (value.detach() if value.requires_grad else value).contiguous()
-            else:
-                made.aliases[name] = first
+        if not isinstance(value, Tensor):
+            data.extra_state[name] = value
+            continue
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"{source}: {name!r} is {value.layout}, expected a plain tensor")
+        if value.is_meta and data.format != "dcp":
+            raise CheckpointError(f"{source}: {name!r} is on the meta device: it has no values")
+        first = names.setdefault(_memory_of(value), name)
+        if first == name:
+            data.model[name] = (value.detach() if value.requires_grad else value).contiguous()
         else:
-            made.extra_state[name] = value
+            data.aliases[name] = first
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Return what is equal for tensors that are the same memory, seen in the same way."""
+    """Return a key that is equal for tied tensors: views of the same memory with the same strides."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _listed(names: Iterable[Any], most: int = 8) -> str:
-    shown = list(map(repr, names))
-    return ", ".join(shown[:most] + ["..."] * (len(shown) > most)) or "nothing in it"
+def torch_dict_of(data: CheckpointData) -> dict[str, Any]:
+    """Return a checkpoint as a dict of state dicts, with the values of its tensors; local.
 
-
-def torch_dict_of(data: CheckpointData, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Return a checkpoint as a dict of state dicts; a model without anything else is its state dict alone; local.
-
-    Args:
-        data: What there is.
-        tensors: Of the model and of the optimizer, with their values.
+    A model without other values is its state dict alone.
     """
-    model: dict[str, Any] = dict(tensors["model"])
+    model: dict[str, Any] = dict(zip(data.model, data.fetch(data.model.values()), strict=True))
     model |= {name: model[of] for name, of in data.aliases.items() if of in model} | data.extra_state
     values = {name: value for name, value in data.values.items() if value is not None}
     if data.optimizer_state is None and not values:
         return model
-    nested: dict[str, Any] = {"model": model}
+    made: dict[str, Any] = {"model": model}
     if data.optimizer_state is not None:
-        nested["optimizer"] = optimizer_dict(data.optimizer_state, tensors["optimizer"])
-    return nested | values
+        tensors = dict(zip(data.optimizer, data.fetch(data.optimizer.values()), strict=True))
+        made["optimizer"] = optimizer_dict(data.optimizer_state, tensors)
+    return made | values
