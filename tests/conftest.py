@@ -27,7 +27,7 @@ settings.load_profile("no deadline")
 
 ABOVE_THE_BACKENDS = (
     *("backends/nccl/test_carriers", "backends/nccl/test_double", "backends/nccl/test_stream_order"),
-    *("checkpoint/parts/", "checkpoint/test_layouts", "checkpoint/tools/", "across_ranks/", "ddp/", "fsdp/"),
+    *("checkpoint/shards/", "checkpoint/test_layouts", "checkpoint/tools/", "across_ranks/", "ddp/", "fsdp/"),
     *("groups/", "jobs/gpu/", "jobs/soak/", "others/original/", "pipeline/", "tensor/", "test_comm", "test_data"),
     *("test_habits", "test_mesh", "test_public_calls", "test_wrong_types", "train/", "wrapping/"),
 )

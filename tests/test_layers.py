@@ -241,6 +241,7 @@ import sys, threading
 import axonmpi as ax
 import torch
 assert "mpi4py.MPI" not in sys.modules, "MPI was loaded"
+assert "isal" not in sys.modules, "isal was loaded"
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 assert threading.active_count() == 1, threading.enumerate()
 assert not ax.is_initialized()

@@ -10,7 +10,6 @@ from .counters import NodeCounters
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
-from .mpi.file import MpiFile
 from .nccl.backend import NcclBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
@@ -27,7 +26,6 @@ __all__ = [
     "LoggedCall",
     "MockBackend",
     "MpiBackend",
-    "MpiFile",
     "NcclBackend",
     "NcclUniqueId",
     "NodeCounters",

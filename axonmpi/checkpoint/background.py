@@ -1,4 +1,4 @@
-"""A thread that does one thing beside the program, and the error that the program is told once."""
+"""A call on a thread beside the program, whose error the program raises once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..launch.exit import before_finalize
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 
-_failed: set[Background] = set()  # whose errors nobody was told
+_failed: set[Background] = set()  # whose errors have not been raised
 
 
 class Background(Work):
     """A call that runs on a thread of its own. The process does not end before it is complete.
 
     Args:
-        call: What to do.
+        call: The function.
         name: Of the thread.
     """
 
@@ -26,14 +26,14 @@ class Background(Work):
         self._call: Callable[[], Any] | None = call
         self._value: Any = None
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
         self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self, *, beside: bool = True) -> None:
         """Begin; local.
 
         Args:
-            beside: Whether on the thread; False: on the caller's, to the end.
+            beside: Run on the thread; if False, run on the caller's thread to the end.
         """
         if beside:
             self._thread.start()
@@ -54,16 +54,17 @@ class Background(Work):
         return self._thread.name
 
     def done(self) -> bool:
-        """Say whether it is complete or has failed."""
+        """Return True if it is complete or has failed."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait; local."""
-        self._join(None)
+    def join(self, timeout: float | None = None) -> None:
+        """Wait, and raise nothing; local.
 
-    def _join(self, limit: float | None) -> None:
+        Args:
+            timeout: Seconds; None waits as long as it takes.
+        """
         if self._thread.ident is not None:  # else it has run on the caller's thread
-            self._thread.join(limit)
+            self._thread.join(timeout)
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Wait until it is complete.
@@ -73,52 +74,52 @@ class Background(Work):
 
         Raises:
             CollectiveTimeoutError: It is not complete in time.
-            Exception: What it has raised.
+            Exception: The error of the call.
         """
         limit = seconds("timeout", timeout, positive=False)
-        self._join(limit)
+        self.join(limit)
         if self._thread.is_alive():
             raise CollectiveTimeoutError(f"{self._thread.name} is not complete after {limit:g} s")
         if self._error is not None:
-            self._tell()
+            self._set_raised()
             raise self._error
 
     def claim(self) -> None:
-        """Leave it to the caller of `wait` to hear of an error; local."""
-        self._told = True
+        """Let only `wait` raise an error; local."""
+        self._raised = True
 
     def settle(self) -> None:
-        """Wait, and raise an error that nobody was told; local."""
-        self._join(None)
-        if not self._told:
+        """Wait, and raise an error that has not been raised; local."""
+        self.join()
+        if not self._raised:
             self.wait()
 
-    def untold(self) -> str:
-        """Wait, and return the text of an error that nobody was told, empty if there is none; local."""
-        self._join(None)
-        text = "" if self._told or self._error is None else str(self._error)
-        self._tell()
+    def unraised(self) -> str:
+        """Wait, and return the text of an error that has not been raised, else an empty text; local."""
+        self.join()
+        text = "" if self._raised or self._error is None else str(self._error)
+        self._set_raised()
         return text
 
-    def _tell(self) -> None:
-        self._told = True
+    def _set_raised(self) -> None:
+        self._raised = True
         _failed.discard(self)
 
     def check(self) -> None:
-        """Raise an error that nobody was told, if there is one by now; local."""
-        if self.done() and not self._told:
+        """Raise an error that has not been raised, if there is one by now; local."""
+        if self.done() and not self._raised:
             self.wait()
 
     def result(self) -> Any:
-        """Wait, then return what the call returned."""
+        """Wait, then return the result of the call."""
         self.wait()
         return self._value
 
 
-def _tell_at_the_end() -> None:
-    """Raise an error that nobody was told, as the program ends."""
+def _raise_at_the_end() -> None:
+    """Raise an error that has not been raised, as the program ends."""
     if _failed:
         _failed.pop().wait()
 
 
-before_finalize(_tell_at_the_end)
+before_finalize(_raise_at_the_end)

@@ -1,14 +1,14 @@
-"""`load_checkpoint`: from a checkpoint, or another tool's weights, to a model, an optimizer and a few numbers.
+"""`load_checkpoint`: a checkpoint, or weights of another tool, to a model, an optimizer and a few values.
 
-rank 0          reads headers and small files, and tells the others
-all ranks       find what they have of which tensor; whatever does not fit is an error before anything is changed
+rank 0          reads headers and small files, and broadcasts them
+all ranks       find their shards in the files; an error is raised before anything is changed
 each node       reads the blocks that its ranks need
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
-from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..record import Phase, phase
@@ -27,28 +26,29 @@ from ..utils.arguments import check_flags
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
-from .parts.model_parts import ModelParts, model_parts, reshaped_buffers
-from .parts.optimizer_parts import prepare_optimizer
-from .parts.part import Part
-from .parts.random_state import prepare_random
+from .rank_errors import first_rank_does
 from .ranks import CheckpointRanks, ranks_of
-from .reading import check_blocks, read_parts
-from .saving import Stateful
+from .reading import check_blocks, read_shards
+from .saving import Stateful, check_model_and_optimizer
+from .shards.model_shards import ModelShards, model_shards, reshaped_buffers
+from .shards.optimizer_shards import prepare_optimizer
+from .shards.random_state import prepare_random
+from .shards.tensor_shard import TensorShard
 
 _MOST_NAMES = 20
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says beside values of tensors.
+    """The values of a checkpoint that are no tensors.
 
     Attributes:
         step: Steps made when it was saved; 0 for files of other tools.
         epoch: Number of the epoch.
-        extra: What was given as `extra`.
+        extra: The argument `extra` of the save.
         layout: The ranks that saved it: `ranks`, `nodes` and the class of the `model`.
-        missing: Names that the model has and the checkpoint has not; without `strict` they keep their values.
-        unexpected: Names that the checkpoint has and the model has not.
+        missing: Names in the model and not in the checkpoint; without `strict` they keep their values.
+        unexpected: Names in the checkpoint and not in the model.
     """
 
     step: int = 0
@@ -75,30 +75,31 @@ def load_checkpoint(
 ) -> CheckpointInfo:
     """Read a model and its training state, saved by any number of ranks in any layout; collective.
 
-    Each rank gets its own shards. The ranks of a node share the reading of blocks that several of them need. A
-    folder of `transformers` and a `.safetensors` file of any tool are read, too, as initial weights.
+    Each rank reads its own shards; a block that several ranks of a node need is read once. A folder of
+    `transformers`, or a `.safetensors` file of any tool, is read as initial weights.
 
     Args:
         path: A checkpoint, a folder with `model.safetensors` or its index, or a `.safetensors` file; the same on
             all ranks.
-        model: What `save_checkpoint` takes; it has the values afterwards.
-        optimizer: Gets its state and options, if they were saved.
-        scheduler: Gets its state, as the two below; what is None is left out.
-        scaler: A scaler of losses.
-        sampler: A sampler.
-        strict: Whether names that only the model or only the file has are an error.
-        dtype: A floating-point dtype that the model's floating-point values are rounded to; they are converted to
-            the dtypes of the model in any case. None means no rounding before.
-        random: Whether each rank's random state is restored, if the checkpoint has as many as there are ranks.
-        group: The ranks that have parts of the model; None means all.
+        model: As for `save_checkpoint`; loaded in place.
+        optimizer: Its state and options are loaded in place.
+        scheduler: A learning-rate schedule, or another object with `load_state_dict()`; None leaves its state out.
+        scaler: A loss scaler; otherwise as `scheduler`.
+        sampler: A sampler; otherwise as `scheduler`.
+        strict: Raise for names that only the model or only the file has.
+        dtype: Floating-point values of the model are rounded to this dtype before they are converted to the
+            model's own dtypes. None means no rounding.
+        random: Restore the random state of each rank that has a saved one.
+        group: The ranks with shards of the model; None means all.
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: Ranks have different arguments, or what is there does not fit; on all ranks. Model and optimizer
-            are as they were; of schedule, scaler and sampler one may have been loaded before the next refused.
+        ValueError: Ranks have different arguments, or the checkpoint does not fit; on all ranks. Model and
+            optimizer are unchanged; a schedule, scaler or sampler may have been loaded before the next one
+            refused its state.
         CheckpointError: There is no checkpoint, or it is damaged; on all ranks. Names files, tensors and ranks.
-            Nothing has been changed, except where a file cannot be read any more that could be a moment before, or
-            changes meanwhile: then the values of the model are undefined.
+            Nothing has been changed, unless a file changes or fails after it was checked: then the values of the
+            model are undefined.
     """
     ranks = ranks_of(group_of_this_rank(group, "group"))
     ranks.settle()
@@ -116,7 +117,7 @@ def load_checkpoint(
         "Give all ranks the same path, and the same objects to load.",
     )
     kinds = ["model"] + ["optimizer"] * (optimizer is not None) + ["random"] * random
-    contents = _read_on_first(target, kinds, ranks.all)
+    contents = first_rank_does(ranks.all, target, lambda: read_contents(target, kinds))
     for name, given in {"optimizer": optimizer, **states}.items():
         if given is not None and contents.state.get(name) is None:
             raise ValueError(f"{name}: {target} has no state of one: leave {name}= out")
@@ -124,35 +125,12 @@ def load_checkpoint(
 
 
 def _check_types(model: object, optimizer: object, states: Mapping[str, object], dtype: torch.dtype | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_model_and_optimizer(model, optimizer)
     for name, stateful in states.items():
         if stateful is not None and not callable(getattr(stateful, "load_state_dict", None)):
             raise TypeError(f"{name}: expected something with load_state_dict(), got {type(stateful).__name__}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
-
-
-def _read_on_first(path: Path, kinds: Sequence[str], group: ProcessGroup) -> Contents:
-    """Read what is in a checkpoint on the first rank and return it on all; collective."""
-    contents: Contents | None = None
-    problem = ""
-    if group.rank == 0:
-        try:
-            contents = read_contents(path, kinds)
-        except CheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{error.filename or path}: cannot be read: {error.strerror or error}"
-        except Exception as error:  # the other ranks wait
-            problem = f"{path}: cannot be read: {type(error).__name__}: {error}"
-    told: Contents | None
-    told, problem = group.broadcast_object((contents, problem), 0)
-    if told is None:
-        raise CheckpointError(problem)
-    return told
 
 
 def _load(
@@ -168,25 +146,28 @@ def _load(
     state, files = contents.state, contents.files
     with ExitStack() as stack:
         stack.enter_context(reshaped_buffers(model, contents.specs("model")))
-        described = model_parts(model, ranks.all)
-        stack.enter_context(described.stable())
-        fit = _fit(described, contents, ranks.all)
+        own = model_shards(model, ranks.all)
+        stack.enter_context(own.stable())
+        fit = _fit(own, contents, ranks.all)
         fit.check(strict=strict)
         with raised_on_all(ranks.all.backend):
-            optimized, give = _prepared(optimizer, described, contents)
-            rows, restore = prepare_random(ranks.all, contents.specs("random"))
-        # Into memory of their own, and then all of the model's files: damage shows before anything is changed.
-        others = [(part.name, part) for part in [*optimized, *rows]]
-        read_parts(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
+            prepared = [prepare_random(ranks.all, contents.specs("random"))]
+            if optimizer is not None:
+                state_of_optimizer = contents.state["optimizer"]
+                specs = contents.specs("optimizer")
+                prepared.append(prepare_optimizer(optimizer, own, specs, state_of_optimizer))
+        # First into memory of their own, and all of the model's files are checked: nothing is changed before.
+        others = [(shard.name, shard) for shards, _ in prepared for shard in shards]
+        read_shards(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
         check_blocks(contents.folder, files["model"], ranks, contents.checksums)
         with raised_on_all(ranks.all.backend):
             for name, stateful in states.items():
                 if stateful is not None:
                     stateful.load_state_dict(decoded(state[name]))
-        read_parts(contents.folder, files["model"], fit.parts, ranks, contents.checksums, dtype=dtype)
-        described.loaded(_extra_in(contents))
-    give()
-    restore()
+        read_shards(contents.folder, files["model"], fit.shards, ranks, contents.checksums, dtype=dtype)
+        own.loaded(contents.of_model("extra"))
+    for _, put_into_place in prepared:
+        put_into_place()
     return CheckpointInfo(
         state.get("step", 0),
         state.get("epoch", 0),
@@ -197,41 +178,28 @@ def _load(
     )
 
 
-def _extra_in(contents: Contents) -> Mapping[str, Any]:
-    extra: Mapping[str, Any] = contents.state.get("model", {}).get("extra", {})
-    return extra
-
-
-def _prepared(
-    optimizer: torch.optim.Optimizer | None, described: ModelParts, contents: Contents
-) -> tuple[list[Part], Callable[[], None]]:
-    if optimizer is None:
-        return [], lambda: None
-    return prepare_optimizer(optimizer, described, contents.specs("optimizer"), contents.state["optimizer"])
-
-
-# ---- whether a file has what a model needs ----------------------------------------------------------------------
+# ---- the model's tensors in the files ---------------------------------------------------------------------------
 
 
 class _Fit(NamedTuple):
-    """What a file has of a model.
+    """The tensors of a model in the files.
 
     Attributes:
-        parts: This rank's, with the names that their tensors have in the file.
-        missing: Names that the model has and the file has not, of all ranks.
-        unexpected: Names that the file has and the model has not.
-        wrong: What is wrong with tensors of shapes or dtypes that do not fit.
-        where: The file, for messages.
+        shards: This rank's, with the tensors' names in the file.
+        missing: Names in the model and not in the files, of all ranks.
+        unexpected: Names in the files and not in the model.
+        wrong: Messages for tensors whose shape or dtype does not fit.
+        path: The checkpoint, for messages.
     """
 
-    parts: list[tuple[str, Part]]
+    shards: list[tuple[str, TensorShard]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     wrong: tuple[str, ...]
-    where: Path
+    path: Path
 
     def check(self, *, strict: bool) -> None:
-        """Raise if it does not fit; local, the same on all ranks.
+        """Raise if the files do not fit the model; local, the same on all ranks.
 
         Raises:
             ValueError: Lists the names.
@@ -243,51 +211,51 @@ class _Fit(NamedTuple):
             lines.insert(0, f"the model has, and it has not: {_listed(self.missing)}")
         if lines:
             todo = "" if self.wrong else "\nstrict=False loads what both have"
-            raise ValueError(f"model: {self.where} does not fit it\n  " + "\n  ".join(lines) + todo)
+            raise ValueError(f"model: {self.path} does not fit it\n  " + "\n  ".join(lines) + todo)
 
 
-def _fit(described: ModelParts, contents: Contents, group: ProcessGroup) -> _Fit:
-    """Find the tensors of a model in a file, by any of the names that they have; collective."""
+def _fit(own: ModelShards, contents: Contents, group: ProcessGroup) -> _Fit:
+    """Find the tensors of a model in the files, by any of their names; collective."""
     in_file = contents.specs("model")
-    names_of = {part.name: [part.name] for part in described.parts}
-    for alias, name in described.aliases.items():
+    names_of = {shard.name: [shard.name] for shard in own.shards}
+    for alias, name in own.aliases.items():
         names_of.setdefault(name, [name]).append(alias)
-    saved_as = contents.state.get("model", {}).get("aliases", {})  # tied when it was saved
-    parts: list[tuple[str, Part]] = []
+    saved_as = contents.of_model("aliases")  # of parameters that were tied at the save
+    shards: list[tuple[str, TensorShard]] = []
     missing: list[str] = []
-    for part in described.parts:
-        names = names_of[part.name]
+    for shard in own.shards:
+        names = names_of[shard.name]
         found = [name for name in (*names, *(saved_as.get(name) for name in names)) if name in in_file]
-        parts += [(found[0], part)] if found else []
-        missing += [] if found else [part.name]
-    extra = _extra_in(contents)
-    missing += [name for name in described.extra if contents.state and name not in extra]
-    wrong = [text for name, part in parts if (text := _misfit(part, in_file[name]))]
-    known = set(chain(*names_of.values(), described.extra, (name for name, _ in parts)))
+        shards += [(found[0], shard)] if found else []
+        missing += [] if found else [shard.name]
+    extra = contents.of_model("extra")
+    missing += [name for name in own.extra if contents.state and name not in extra]
+    wrong = [text for name, shard in shards if (text := _misfit(shard, in_file[name]))]
+    known = set(chain(*names_of.values(), own.extra, (name for name, _ in shards)))
     unexpected = _unknown([*in_file, *extra], known, group)
     told = group.all_gather_object((missing, wrong))
     all_missing, all_wrong = (tuple(dict.fromkeys(chain(*texts))) for texts in zip(*told, strict=True))
-    return _Fit(parts, all_missing, unexpected, all_wrong, contents.folder)
+    return _Fit(shards, all_missing, unexpected, all_wrong, contents.folder)
 
 
 def _unknown(names: Sequence[str], known: Container[str], group: ProcessGroup) -> tuple[str, ...]:
-    """Return the names that no rank knows; collective, `names` are the same on all."""
+    """Return the names that no rank knows; collective, with the same `names` on all ranks."""
     marks = torch.tensor([name in known for name in names], dtype=torch.uint8, device="cpu")
     group.all_reduce_max(marks)
     return tuple(name for name, mark in zip(names, marks.tolist(), strict=True) if not mark)
 
 
-def _misfit(part: Part, spec: TensorSpec) -> str:
-    if part.shape != spec.shape:
-        return f"{spec.name!r}: expected shape {list(part.shape)}, got {list(spec.shape)}"
-    if _sort(part.dtype) != _sort(spec.dtype):
-        return f"{spec.name!r}: expected {_sort(part.dtype)} such as {part.dtype}, got {spec.dtype}"
-    if _sort(part.dtype) == "integers" and torch.promote_types(part.dtype, spec.dtype) != part.dtype:
-        return f"{spec.name!r}: expected integers that {part.dtype} holds, got {spec.dtype}"
+def _misfit(shard: TensorShard, spec: TensorSpec) -> str:
+    if shard.shape != spec.shape:
+        return f"{spec.name!r}: expected shape {list(shard.shape)}, got {list(spec.shape)}"
+    if _number_kind(shard.dtype) != _number_kind(spec.dtype):
+        return f"{spec.name!r}: expected {_number_kind(shard.dtype)} such as {shard.dtype}, got {spec.dtype}"
+    if _number_kind(shard.dtype) == "integers" and torch.promote_types(shard.dtype, spec.dtype) != shard.dtype:
+        return f"{spec.name!r}: expected integers that {shard.dtype} holds, got {spec.dtype}"
     return ""
 
 
-def _sort(dtype: torch.dtype) -> str:
+def _number_kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex numbers"
     return "floating-point numbers" if dtype.is_floating_point else "integers"

@@ -1,11 +1,11 @@
-"""When to stop early: a signal has come, or the time that the job may take is nearly up.
+"""`PreemptionGuard`: an early stop of all ranks, after a signal or before the job's time is up.
 
     signal ──► handler ──► a flag of this rank ──┐
     clock ───────────────► near the end? ────────┴──► vote ──► sum or largest of all ranks ──► all stop, or none
 
-A handler does nothing but set the flag: it runs between any two instructions of the program, where nothing can be
-saved. The ranks notice at different times, and only some may get the signal. So they stop when all know that one of
-them wants to: at the same step, after one small reduction, or as part of one that happens anyway.
+A handler only sets the flag: it runs between any two instructions of the program, and could not save there. Ranks
+notice at different times, and the signal may reach only some. So they vote: all ranks stop at the same step, after
+one small reduction, or after another reduction that carries the vote along.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ..utils.arguments import seconds
 _LONGEST_MARGIN = 60.0
 _SHARE_OF_TIME = 0.1
 _NOT_CALLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
-"""What handled a signal before: these would end the program, or do nothing."""
+"""Earlier handlers that are not called: they end the program, or do nothing."""
 
 
 class PreemptionGuard:
-    """Tells all ranks at the same step to stop: after a signal on any of them, or when the time is nearly up.
+    """An early stop of all ranks at the same step: after a signal on any of them, or when the time is nearly up.
 
-    Handlers are installed here and put back by `close()`, or at the end of a `with` block; without either they stay
-    to the end of the process. A handler that was there before, if it is a Python function, is called after the flag
-    is set; the default action, which would end the process, is not taken. More signals change nothing. In processes
-    that this one forks, such as DataLoader workers, SIGTERM does again what it did before, and the other signals
-    are ignored: launchers send them to all processes of a job.
+    The constructor installs handlers. `close()`, or the end of a `with` block, restores the earlier ones; without
+    either the handlers stay to the end of the process. An earlier handler that is a Python function is called after
+    the flag is set; the default action, which would end the process, is not taken. More signals change nothing. In
+    forked processes, such as DataLoader workers, SIGTERM has its earlier handler again, and the other signals are
+    ignored: launchers send them to all processes of a job.
 
     Construction is local.
 
     Args:
-        signals: What to handle; None means SIGTERM and SIGUSR1, or SIGTERM and the signal that the environment
-            variable `AXONMPI_STOP_SIGNAL` names. With none of them the guard needs no main thread.
+        signals: Numbers of the signals to handle; None means SIGTERM and SIGUSR1, or SIGTERM and the signal in the
+            environment variable `AXONMPI_STOP_SIGNAL`. Without any signal the guard needs no main thread.
         time_limit: Seconds from now until this process will be ended, or a `timedelta`; None means the end of the
             Slurm job (`SLURM_JOB_END_TIME`), if this is one and has a limit.
         margin: Seconds before that end at which to stop: as long as a step and a save take, at least. None means a
@@ -58,7 +58,7 @@ class PreemptionGuard:
     Raises:
         ValueError: A signal cannot be handled, this is not the main thread of the process, a number is not
             positive, or the margin is longer than the time.
-        TypeError: A signal is no number of one, or `group` is no group.
+        TypeError: `signals` are no numbers of signals, or `group` is no group.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class PreemptionGuard:
             self.close()
             raise
 
-    # ---- what to ask ----------------------------------------------------------------------------------------
+    # ---- the vote -------------------------------------------------------------------------------------------
 
     def stop_requested(self) -> bool:
-        """Say whether to stop now; the same on all ranks, which ask at the same step; collective.
+        """Return True on all ranks if any of them wants to stop; collective.
 
-        It costs a reduction of one byte. Once the answer is yes it stays yes, and nothing more is sent.
+        It costs a reduction of one byte. After the first True, it stays True and nothing is sent.
         """
         if not self._decided:
             backend = chosen_group(self._group).backend.control
@@ -99,7 +99,7 @@ class PreemptionGuard:
         return self._decided
 
     def vote(self) -> float:
-        """Return 1.0 if this rank wants to stop, else 0.0: for a sum over the ranks that is made anyway; local.
+        """Return 1.0 if this rank wants to stop, else 0.0, to be summed with other values of the program; local.
 
         ::
 
@@ -108,12 +108,12 @@ class PreemptionGuard:
             if guard.decide(total[1]):
                 ...
 
-        One vote needs one `decide`, on all ranks.
+        Each vote is followed by one `decide`, on all ranks.
         """
         return float(self._votes())
 
     def decide(self, votes: float | torch.Tensor) -> bool:
-        """Say whether to stop now, given the sum, the average or the largest of all ranks' votes; local.
+        """Return True if the sum, average or maximum of all ranks' votes says to stop; local.
 
         Args:
             votes: A number, or a tensor of one element, the same on all ranks.
@@ -122,7 +122,7 @@ class PreemptionGuard:
         return self._decided
 
     def request_stop(self) -> None:
-        """Set this rank's flag, as a signal does: all ranks stop when they ask next; local."""
+        """Set this rank's flag, as a signal does: all ranks stop at the next vote; local."""
         self._wanted = True
 
     def _votes(self) -> bool:
@@ -157,9 +157,9 @@ class PreemptionGuard:
             earlier(number, frame)
 
     def close(self) -> None:
-        """Put back the handlers that were there before; local, in the main thread, may be called twice.
+        """Restore the earlier handlers; local, in the main thread, may be called twice.
 
-        A signal whose handler was replaced meanwhile is left alone.
+        A handler that was replaced meanwhile is left alone.
         """
         while self._earlier:
             number, earlier = self._earlier.popitem()
@@ -167,7 +167,7 @@ class PreemptionGuard:
                 signal.signal(number, earlier)
 
     def _become_child(self) -> None:
-        """In a forked process: end at SIGTERM, as multiprocessing ends its processes; ignore the others."""
+        """Handle SIGTERM as before in a forked process, since multiprocessing sends it, and ignore the others."""
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, earlier if number == signal.SIGTERM else signal.SIG_IGN)
@@ -180,7 +180,7 @@ class PreemptionGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put the handlers back."""
+        """Restore the handlers."""
         self.close()
 
 
@@ -189,7 +189,7 @@ _watches_forks = False
 
 
 def _remember(guard: PreemptionGuard) -> None:
-    """Have forked processes not take the guard's signals for their own."""
+    """Reset the handlers of a guard in forked processes."""
     global _watches_forks
     _installed.add(guard)
     if not _watches_forks:
@@ -211,7 +211,7 @@ def _checked(signals: Iterable[int]) -> list[signal.Signals]:
 
 
 def _deadline(limit: float | None, margin: float | None) -> float:
-    """Return when to stop, on the clock of `time.monotonic`; infinity without a limit."""
+    """Return the time to stop at, on the clock of `time.monotonic`; infinity without a limit."""
     end = job_end_time()
     left = limit if limit is not None else math.inf if end is None else end - time.time()
     if margin is None:

@@ -1,37 +1,38 @@
-"""The ranks that write and read a checkpoint together, and communicators for that alone.
+"""The ranks that write and read a checkpoint together, with communicators of their own.
 
-A background thread writes while the program trains, so its messages must not meet those of the program. One save
-is under way at a time; it is waited for by the next, and when the world is closed.
+A background thread writes while the program trains, so its messages must not mix with the program's. There is one
+save at a time; the next save waits for it, and so does closing the world.
 """
 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 from ..backends import parts_by_node
-from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
-from .agreed import Agreed
 from .background import Background
+from .global_plan import GlobalPlan
+from .rank_errors import RankErrors
 
 
 class CheckpointRanks:
-    """Two groups that this rank is in; for one thread at a time.
+    """All ranks and the ranks of this node, as groups; for one thread at a time.
 
     Args:
         everyone: All ranks.
-        node: Those of this node.
+        node: The ranks of this node.
         nodes: Number of nodes.
 
     Attributes:
         all: All ranks.
-        node: Those of this node.
+        node: The ranks of this node.
         nodes: Number of nodes.
-        agreed: What the ranks agreed on last.
+        plan: Of the last save.
     """
 
-    agreed: Agreed | None = None
+    plan: GlobalPlan | None = None
 
     def __init__(self, everyone: ProcessGroup, node: ProcessGroup, nodes: int) -> None:
         self.all = everyone
@@ -41,20 +42,20 @@ class CheckpointRanks:
         everyone.before_close(self._end)
 
     def begin(self, work: Background) -> None:
-        """Take note of a save in the background; local."""
+        """Set the save in the background; local."""
         self._under_way = work
 
     def settle(self) -> None:
         """Wait for the save in the background, if there is one; collective.
 
         Raises:
-            CheckpointError: It has failed, and a rank was not told; on all ranks.
+            CheckpointError: It has failed, and a rank has not raised its error yet; on all ranks.
         """
         work, self._under_way = self._under_way, None
         if work is not None:
-            told = self.all.all_gather_object(work.untold())
-            if text := next(filter(None, told), ""):
-                raise CheckpointError(text)
+            errors = RankErrors(Path())
+            errors.texts = [text for text in [work.unraised()] if text]
+            errors.raise_on_all(self.all, None)
 
     def _end(self) -> None:
         if self._under_way is not None:
@@ -65,10 +66,10 @@ _made: weakref.WeakKeyDictionary[ProcessGroup, CheckpointRanks] = weakref.WeakKe
 
 
 def ranks_of(group: ProcessGroup) -> CheckpointRanks:
-    """Return the groups of a group's checkpoints, which are made once; collective the first time.
+    """Return the communicators for checkpoints of a group; collective the first time.
 
     Args:
-        group: The ranks that have parts of the model.
+        group: The ranks with shards of the model.
     """
     found = _made.get(group)
     if found is not None and found.all.is_open:
@@ -78,6 +79,6 @@ def ranks_of(group: ProcessGroup) -> CheckpointRanks:
     node = partition_group(control, nodes)
     everyone = partition_group(control, [range(control.size)])  # closed first: it is newer
     for made in (node, everyone):
-        made.backend.timeout = None  # a disk may take longer than ranks may
+        made.backend.timeout = None  # a disk may take longer than the program's collectives
     ranks = _made[group] = CheckpointRanks(everyone, node, len(nodes))
     return ranks

@@ -23,7 +23,7 @@ from ..checkpoint.tools import (
     Verification,
     convert_checkpoint,
     describe_checkpoint,
-    text_of,
+    description_text,
     verify_checkpoint,
 )
 from ..comm import destroy_process_group, init_process_group
@@ -73,7 +73,7 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.json:
         print_on_first_rank(json.dumps(described, indent=2))
     else:
-        print_on_first_rank(text_of(described, all_tensors=options.tensors))
+        print_on_first_rank(description_text(described, all_tensors=options.tensors))
     return 0
 
 

@@ -63,15 +63,6 @@ def pretended_node(world_rank: int) -> int:
     return world_rank // int(setting)
 
 
-def writes_by_mpi() -> bool:
-    """Return True if MPI-IO writes checkpoints: `AXONMPI_CHECKPOINT_WRITER=mpi-io`; local.
-
-    Raises:
-        ValueError: The variable is neither `posix` nor `mpi-io`.
-    """
-    return _choice("AXONMPI_CHECKPOINT_WRITER", "posix", "mpi-io") == "mpi-io"
-
-
 def debugs() -> bool:
     """Return True if costly checks of the program are on: `AXONMPI_DEBUG=1`; local.
 

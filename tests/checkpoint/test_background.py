@@ -62,7 +62,7 @@ def test_a_call_runs_on_a_thread_of_its_own_that_the_process_waits_for(end):
 
 
 @pytest.mark.parametrize(
-    ("how", "answer"), [("join", None), ("wait", None), ("settle", None), ("untold", ""), ("result", True)]
+    ("how", "answer"), [("join", None), ("wait", None), ("settle", None), ("unraised", ""), ("result", True)]
 )
 def test_waiting_for_a_call(how, answer, end):
     work = begun(end.wait)
@@ -81,7 +81,7 @@ def test_a_call_is_forgotten_with_the_memory_that_it_holds():
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("disk full")])
-@pytest.mark.parametrize("how", ["wait", "result", "check", "settle", "untold"])
+@pytest.mark.parametrize("how", ["wait", "result", "check", "settle", "unraised"])
 def test_an_error_is_told_once_but_for_those_who_ask(failed, how, error):
     def call():
         raise error
@@ -89,13 +89,13 @@ def test_an_error_is_told_once_but_for_those_who_ask(failed, how, error):
     work = begun(call)
     work.join()
     assert failed == {work}
-    if how == "untold":
-        assert work.untold() == "disk full"
+    if how == "unraised":
+        assert work.unraised() == "disk full"
     else:
         refused(type(error), (getattr(work, how), "disk full"))
-    assert (failed, work.untold()) == (set(), "")
-    for hears_nothing in (work.check, work.settle, background._tell_at_the_end):
-        hears_nothing()
+    assert (failed, work.unraised()) == (set(), "")
+    for raises_nothing in (work.check, work.settle, background._raise_at_the_end):
+        raises_nothing()
     refused(type(error), (work.wait, "disk full"), (work.result, "disk full"))
 
 
@@ -105,13 +105,13 @@ def test_an_error_that_a_caller_claims_is_left_to_wait(failed):
     work.settle()
     work.check()
     assert failed == {work}
-    assert work.untold() == ""
+    assert work.unraised() == ""
     refused(OSError, (work.wait, "disk full"))
 
 
 def test_the_end_of_the_program_tells_an_error_that_nobody_was_told(failed):
-    assert background._tell_at_the_end in ends._before_finalize
-    background._tell_at_the_end()  # nothing has failed
+    assert background._raise_at_the_end in ends._before_finalize
+    background._raise_at_the_end()  # nothing has failed
     begun(fail).join()
-    refused(OSError, (background._tell_at_the_end, "disk full"))
+    refused(OSError, (background._raise_at_the_end, "disk full"))
     assert failed == set()

@@ -102,7 +102,7 @@ def test_nothing_is_removed_before_a_save_in_the_background_is_complete(world, s
     def slow_save(*args, **settings):
         work = real(*args, **settings)
         if ax.is_main_process():
-            monkeypatch.setattr(work, "join", lambda: (may_end.wait(), type(work).join(work)))
+            monkeypatch.setattr(work, "join", lambda *limit: (may_end.wait(), type(work).join(work, *limit)))
         return work
 
     on_first(monkeypatch.setattr, folder_module, "save_checkpoint", slow_save)

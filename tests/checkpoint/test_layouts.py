@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import axonmpi as ax
 
 BEFORE, AFTER = range(2), range(2, 4)
-ALONE = ax.ProcessGroup.mock()
+UNREPLICATED = ax.ProcessGroup.mock()
 
 
 def files_of(folder):
@@ -26,7 +26,7 @@ def test_a_layout_loads_what_one_process_wrote_and_writes_the_same_bytes(number,
     optimizer = optimizer_for(model.parameters(), kind)
     train_alone(model, optimizer, BEFORE)
     if world.rank == 0:
-        ax.save_checkpoint(alone, model, optimizer, step=3, group=ALONE)
+        ax.save_checkpoint(alone, model, optimizer, step=3, group=UNREPLICATED)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     expected = train_alone(model, optimizer, AFTER)
     ax.barrier()

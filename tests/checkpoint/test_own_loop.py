@@ -27,8 +27,8 @@ def train(world, root, stop_after, wrap, dropout):
     # with the default generator each pass through the loader would take a number that dropout is to have
     loader = DataLoader(DATA, GLOBAL_BATCH // world.size, sampler=sampler, generator=torch.Generator())
     guard, folder, log = ax.PreemptionGuard(()), ax.CheckpointFolder(root), []
-    parts = {"scheduler": scheduler, "sampler": sampler}
-    info = folder.load_latest(model, optimizer, **parts)
+    shards = {"scheduler": scheduler, "sampler": sampler}
+    info = folder.load_latest(model, optimizer, **shards)
     before, first = (info.step, info.epoch) if info else (0, 0)
     for epoch in range(first, EPOCHS):
         sampler.set_epoch(epoch)
@@ -42,7 +42,7 @@ def train(world, root, stop_after, wrap, dropout):
             if len(log) == stop_after and world.rank == stop_after % world.size:
                 guard.request_stop()
             if guard.stop_requested():
-                folder.save(model, optimizer, step=before + len(log), epoch=epoch, **parts)
+                folder.save(model, optimizer, step=before + len(log), epoch=epoch, **shards)
                 return log
     return log
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoint_shards import job_for, ranks_on_two_nodes, shards_of, whole_tensors
 from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
 from axonmpi.checkpoint.ranks import ranks_of
-from axonmpi.checkpoint.reading import read_parts
+from axonmpi.checkpoint.reading import read_shards
+from axonmpi.checkpoint.shards.subarrays import Subarray
+from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard, full_shard
 from axonmpi.checkpoint.writing.job import write_checkpoint
 
 
@@ -28,11 +28,11 @@ def blank(tensors, dtype=None):
     return {name: torch.full_like(tensor, 111, dtype=dtype) for name, tensor in tensors.items()}
 
 
-def check_values(parts, tensors):
-    for part in parts:
-        for piece in part.pieces:
-            expected = tensors[part.name][piece.box.slices].to(piece.view.dtype)
-            assert torch.equal(piece.view, expected), (part.name, piece.box)
+def check_values(shards, tensors):
+    for shard in shards:
+        for piece in shard.pieces:
+            expected = tensors[shard.name][piece.subarray.slices].to(piece.view.dtype)
+            assert torch.equal(piece.view, expected), (shard.name, piece.subarray)
 
 
 def sums_in(folder):
@@ -45,16 +45,16 @@ def save(folder, tensors):
     return read_header(folder / "model.safetensors")
 
 
-def read(world, folder, files, parts, sums=None, **settings):
-    """Read parts from files on all ranks, and return the parts; collective."""
-    named = [(part.name, part) for part in parts]
-    read_parts(folder, files, named, ranks_of(world.default_group), sums or {}, **settings)
-    return parts
+def read(world, folder, files, shards, sums=None, **settings):
+    """Read shards from files on all ranks, and return the shards; collective."""
+    named = [(shard.name, shard) for shard in shards]
+    read_shards(folder, files, named, ranks_of(world.default_group), sums or {}, **settings)
+    return shards
 
 
-def whole_parts(tensors):
-    """Return parts to read whole tensors into."""
-    return [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
+def full_shards(tensors):
+    """Return shards to read whole tensors into."""
+    return [full_shard(name, tensor) for name, tensor in blank(tensors).items()]
 
 
 def random_tensor(*shape, dtype=torch.float32):
@@ -97,12 +97,12 @@ def reads(monkeypatch):
 def test_any_division_is_read_from_files_of_any_other(world, seed, dtype, shared_tmp_path):
     folder, several = shared_tmp_path / "it", dtype == torch.bfloat16
     tensors = whole_tensors(seed)
-    job = job_for(folder, parts_of(world.rank, world.size, tensors, seed), 1 << (20 if several else 40))
+    job = job_for(folder, shards_of(world.rank, world.size, tensors, seed), 1 << (20 if several else 40))
     write_checkpoint(job, ranks_of(world.default_group))
     assert (len(job.files) > 1) == several
-    parts = parts_of(world.rank, world.size, blank(tensors, dtype), seed + 1)
+    shards = shards_of(world.rank, world.size, blank(tensors, dtype), seed + 1)
     window = (1 if dtype is None else 3) * BLOCK_BYTES
-    check_values(read(world, folder, job.files, parts, sums_in(folder), window_bytes=window), tensors)
+    check_values(read(world, folder, job.files, shards, sums_in(folder), window_bytes=window), tensors)
 
 
 @pytest.mark.ranks(2)
@@ -115,10 +115,10 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
         "complex": torch.view_as_complex(random_tensor(7, 2)),
     }
     file = save(shared_tmp_path, tensors)
-    turned = Piece(Box.whole((30, 50)), torch.zeros(50, 30, dtype=torch.float16).t())
-    parts = [part for part in whole_parts(tensors) if part.name != "turned"]
-    parts.append(Part("turned", (30, 50), torch.float16, [turned]))
-    check_values(read(world, shared_tmp_path, [file], parts), tensors)
+    turned = Piece(Subarray.full((30, 50)), torch.zeros(50, 30, dtype=torch.float16).t())
+    shards = [shard for shard in full_shards(tensors) if shard.name != "turned"]
+    shards.append(TensorShard("turned", (30, 50), torch.float16, [turned]))
+    check_values(read(world, shared_tmp_path, [file], shards), tensors)
 
 
 @pytest.mark.ranks(1, 2)
@@ -136,15 +136,15 @@ def test_elements_that_are_not_aligned_and_lie_in_two_windows(world, length, sha
     on_first(path.write_bytes, len(text).to_bytes(8, "little") + text + data)
     file = read_header(path)
     assert file.entries["wide"].start == 8 + len(text) + length
-    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=BLOCK_BYTES), tensors)
+    check_values(read(world, shared_tmp_path, [file], full_shards(tensors), window_bytes=BLOCK_BYTES), tensors)
 
 
 @pytest.mark.ranks(1, 2)
 def test_floating_point_values_are_rounded_first(world, shared_tmp_path):
     tensors = {"weight": torch.linspace(0, 1, 1000), "count": torch.tensor(257)}
     file = save(shared_tmp_path, tensors)
-    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), dtype=torch.bfloat16)
-    check_values(parts, {"weight": tensors["weight"].bfloat16().float(), "count": torch.tensor(257)})
+    shards = read(world, shared_tmp_path, [file], full_shards(tensors), dtype=torch.bfloat16)
+    check_values(shards, {"weight": tensors["weight"].bfloat16().float(), "count": torch.tensor(257)})
 
 
 # ---- what is read -----------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def test_floating_point_values_are_rounded_first(world, shared_tmp_path):
 def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(3, 1_000_001), "b": random_tensor(300)}
     file = save(shared_tmp_path, tensors)
-    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=2 * BLOCK_BYTES)
-    check_values(parts, tensors)
+    shards = read(world, shared_tmp_path, [file], full_shards(tensors), window_bytes=2 * BLOCK_BYTES)
+    check_values(shards, tensors)
     of_ranks = ax.all_gather_object(reads.own())
     assert sum(of_ranks, Counter()) == Counter((file.name, block) for block in range(-(-file.size // BLOCK_BYTES)))
     counts = [counted.total() for counted in of_ranks]
@@ -166,10 +166,10 @@ def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path)
 @pytest.mark.ranks(4)
 def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(4, BLOCK_BYTES)}
-    file, rows = save(shared_tmp_path, tensors), Box((world.rank, 0), (1, BLOCK_BYTES))
-    part = Part("a", (4, BLOCK_BYTES), torch.float32, [Piece(rows, torch.zeros(rows.size))])
-    read_parts(shared_tmp_path, [file], [("a", part)], ranks_on_two_nodes(world), {})
-    check_values([part], tensors)
+    file, rows = save(shared_tmp_path, tensors), Subarray((world.rank, 0), (1, BLOCK_BYTES))
+    shard = TensorShard("a", (4, BLOCK_BYTES), torch.float32, [Piece(rows, torch.zeros(rows.size))])
+    read_shards(shared_tmp_path, [file], [("a", shard)], ranks_on_two_nodes(world), {})
+    check_values([shard], tensors)
     of_ranks = ax.all_gather_object(set(reads.own()))
     of_nodes = [{block for _, block in of_ranks[first] | of_ranks[first + 1]} for first in (0, 2)]
     assert of_nodes == [set(range(9)), set(range(8, 17))]
@@ -179,9 +179,9 @@ def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
 def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
     shape = (5, 3, BLOCK_BYTES // 2)
     tensors = {"deep": random_tensor(*shape), "more": random_tensor(BLOCK_BYTES)}
-    file, box = save(shared_tmp_path, tensors), Box((1, 1, 10), (3, 1, 20))
-    part = Part("deep", shape, torch.float32, [Piece(box, torch.zeros(box.size))])
-    check_values(read(world, shared_tmp_path, [file], [part]), tensors)
+    file, subarray = save(shared_tmp_path, tensors), Subarray((1, 1, 10), (3, 1, 20))
+    shard = TensorShard("deep", shape, torch.float32, [Piece(subarray, torch.zeros(subarray.size))])
+    check_values(read(world, shared_tmp_path, [file], [shard]), tensors)
     start = file.entries["deep"].start
     expected = {
         (file.name, (start + 4 * ((plane * 3 + 1) * shape[2] + element)) // BLOCK_BYTES)
@@ -195,7 +195,7 @@ def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
 def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(3_000_000)}
     file = save(shared_tmp_path, tensors)
-    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors) if world.rank else []), tensors)
+    check_values(read(world, shared_tmp_path, [file], full_shards(tensors) if world.rank else []), tensors)
     assert reads.own()
 
 
@@ -204,9 +204,9 @@ def test_one_tensor_is_read_into_several_parts_and_a_file_that_nobody_needs_is_n
     reads, world, shared_tmp_path
 ):
     tensors = {"a": random_tensor(1_000_000)}
-    file, parts = save(shared_tmp_path, tensors), [*whole_parts(tensors), *whole_parts(tensors)]
+    file, shards = save(shared_tmp_path, tensors), [*full_shards(tensors), *full_shards(tensors)]
     (absent,) = lay_out("absent", [TensorSpec("b", torch.float32, (5,))], {}, 1 << 30)
-    check_values(read(world, shared_tmp_path, [absent, file], parts), tensors)
+    check_values(read(world, shared_tmp_path, [absent, file], shards), tensors)
     assert sum(ax.all_gather_object(reads.own_bytes())) == file.size
     read(world, shared_tmp_path, [], [])
 
@@ -217,23 +217,23 @@ def test_one_tensor_is_read_into_several_parts_and_a_file_that_nobody_needs_is_n
 @pytest.mark.ranks(1, 2, 4)
 def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
     tensors, folder = whole_tensors(3), shared_tmp_path / "it"
-    job = job_for(folder, parts_of(world.rank, world.size, tensors, 3))
+    job = job_for(folder, shards_of(world.rank, world.size, tensors, 3))
     write_checkpoint(job, ranks_of(world.default_group))
     file, sums = read_header(folder / "model.safetensors"), sums_in(folder)
     offsets = [file.entries["columns"].start + 5, file.entries["long"].stop - 1]
     on_first(flip, folder / "model.safetensors", *offsets)
-    parts = whole_parts(tensors)
-    text = refused_on_all(ax.CheckpointError, read, world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
+    shards = full_shards(tensors)
+    text = refused_on_all(ax.CheckpointError, read, world, folder, [file], shards, sums, window_bytes=BLOCK_BYTES)
     assert text.count("the file is damaged") == 2
     starts = [f"bytes {offset // BLOCK_BYTES * BLOCK_BYTES} to" for offset in offsets]
-    assert all(part in text for part in ("'columns'", "'long'", str(folder / "model.safetensors"), *starts))
+    assert all(shard in text for shard in ("'columns'", "'long'", str(folder / "model.safetensors"), *starts))
     assert world.size == 1 or re.search(r"rank \d: ", text)
     damaged = {offset // BLOCK_BYTES for offset in offsets}
     blocks = {name: {entry.start // BLOCK_BYTES, entry.stop // BLOCK_BYTES} for name, entry in file.entries.items()}
-    unharmed = [part for part in parts if not damaged & blocks[part.name]]
+    unharmed = [shard for shard in shards if not damaged & blocks[shard.name]]
     assert unharmed
     check_values(read(world, folder, [file], unharmed, sums), tensors)
-    read(world, folder, [file], parts)  # without checksums nobody knows
+    read(world, folder, [file], shards)  # without checksums nobody knows
 
 
 CHANGES = {
@@ -249,8 +249,8 @@ def test_a_file_that_is_not_what_it_was(world, message, shared_tmp_path):
     tensors = {"a": random_tensor(1_000_000), "b": random_tensor(5)}
     file = save(shared_tmp_path, tensors)
     on_first(CHANGES[message], shared_tmp_path / file.name)
-    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
-    assert [part for part in (message, str(shared_tmp_path / file.name)) if part not in text] == []
+    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], full_shards(tensors))
+    assert [shard for shard in (message, str(shared_tmp_path / file.name)) if shard not in text] == []
     assert len(text.splitlines()) == 1
 
 
@@ -258,16 +258,16 @@ def test_a_file_that_is_not_what_it_was(world, message, shared_tmp_path):
 def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
     tensors = {"a": random_tensor(3_000_000)}
     file = save(shared_tmp_path, tensors)
-    (part,) = whole_parts(tensors)
+    (shard,) = full_shards(tensors)
     if world.rank == 1:
-        part = Part("a", part.shape, part.dtype, [Piece(Box.whole(part.shape), torch.zeros(7))])
+        shard = TensorShard("a", shard.shape, shard.dtype, [Piece(Subarray.full(shard.shape), torch.zeros(7))])
     text = refused_on_all(
-        ax.CheckpointError, read, world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES
+        ax.CheckpointError, read, world, shared_tmp_path, [file], [shard], window_bytes=BLOCK_BYTES
     )
     assert text.startswith("rank 1: ")
     if world.rank != 1:
-        check_values([part], tensors)
-    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors)), tensors)  # and on it goes
+        check_values([shard], tensors)
+    check_values(read(world, shared_tmp_path, [file], full_shards(tensors)), tensors)  # and on it goes
 
 
 @pytest.mark.ranks(1, 2)
@@ -281,5 +281,5 @@ def test_an_error_of_the_disk_names_the_tensors(world, shared_tmp_path, monkeypa
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
+    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], full_shards(tensors))
     assert "with 'a': cannot be read: Input/output error" in text

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: their format, their checksums, and the folder that has them."""
+"""The files of a checkpoint: headers, JSON, checksums, and the folder that is replaced as one."""

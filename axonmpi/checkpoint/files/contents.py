@@ -1,6 +1,6 @@
-"""What is in a checkpoint but the values of its tensors: small files and headers, which one rank reads for all.
+"""The contents of a checkpoint without the values of its tensors; one rank reads them for all.
 
-A folder without `state.json`, or a single file, is another tool's: it has weights, and nothing else is known.
+A folder without `state.json`, or a single file, was written by another tool: it has weights and nothing else.
 """
 
 from __future__ import annotations
@@ -11,74 +11,82 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import CheckpointError
-from .checksums import BLOCK_BYTES, block_count, crc32
+from .checksums import BLOCK_BYTES, Checksums, block_count, checksums_of
 from .folders import find_checkpoint, partial_of
-from .intact import check_file, read_checksums
+from .integrity import check_file, read_checksums
 from .state_file import CHECKSUMS_FILE, read_state
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 
 KINDS = ("model", "optimizer", "random")
-"""What a checkpoint has files of tensors of."""
+"""The kinds of files with tensors."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        folder: Where its files are.
-        files: The files of each kind; none of a kind that it does not have.
-        checksums: Of the blocks of each file, uint32 [blocks]; empty for files of other tools.
-        state: What `state.json` has; empty for files of other tools.
+        folder: The folder of its files.
+        files: The files of each kind; an empty list for a kind that it does not have.
+        checksums: By file name; empty for files of other tools.
+        state: Content of `state.json`; empty for files of other tools.
     """
 
     folder: Path
     files: Mapping[str, Sequence[TensorFile]]
-    checksums: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict, repr=False)
+    checksums: Mapping[str, Checksums] = field(default_factory=dict, repr=False)
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def specs(self, kind: str) -> dict[str, TensorSpec]:
         """Return the tensors of a kind by name, in their order in the files."""
         return {name: entry.spec for file in self.files[kind] for name, entry in file.entries.items()}
 
+    def of_model(self, key: str) -> Mapping[str, Any]:
+        """Return a value that `state.json` has of the model, such as its aliases; empty for other tools."""
+        values: Mapping[str, Any] = self.state.get("model", {}).get(key, {})
+        return values
+
 
 def read_contents(path: Path, kinds: Collection[str] = KINDS) -> Contents:
-    """Read what is in a checkpoint, in a folder of `transformers`, or in a single `.safetensors` file; local.
+    """Read the contents of a checkpoint, a folder of `transformers`, or a single `.safetensors` file; local.
 
-    Of a checkpoint all files have to be there in their sizes. All but the values of tensors is read and checked.
+    All files of a checkpoint have to be there in their sizes. Everything but the values of tensors is checked.
 
     Args:
         path: The folder or file. A checkpoint is found also if a job was killed while it replaced it.
-        kinds: The files of tensors whose headers are read.
+        kinds: The kinds of files whose headers are read.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     if path.is_file():
-        return Contents(path.parent, {kind: [read_header(path)] if kind == "model" else [] for kind in KINDS})
+        return Contents(path.parent, {**dict.fromkeys(KINDS, ()), "model": [read_header(path)]})
     folder = find_checkpoint(path)
     if not folder.is_dir():
-        partial = partial_of(path)
-        unfinished = (
-            f", but {partial.name}, which a job that was killed has not finished" if partial.exists() else ""
+        raise CheckpointError(
+            f"{path}: expected a checkpoint or a .safetensors file there, found none{_killed(path)}"
         )
-        raise CheckpointError(f"{path}: expected a checkpoint or a .safetensors file there, found none{unfinished}")
     state = read_state(folder)
     if not state:
-        return Contents(folder, {kind: read_headers(folder, kind) if kind == "model" else [] for kind in KINDS})
+        return Contents(folder, {**dict.fromkeys(KINDS, ()), "model": read_headers(folder, "model")})
     checksums = read_checksums(folder, state)
     for name, sums in checksums.items():
         check_file(folder / name, sums)
-    files = {kind: _files_in(folder, kind, checksums) if kind in kinds else [] for kind in KINDS}
-    for file in (file for of_kind in files.values() for file in of_kind):
-        _check_header(folder / file.name, file, checksums[file.name])
+    files = {kind: _files_of_kind(folder, kind, checksums) if kind in kinds else [] for kind in KINDS}
+    for of_kind in files.values():
+        for file in of_kind:
+            _check_header(folder / file.name, file, checksums[file.name])
     return Contents(folder, files, checksums, state)
 
 
-def _files_in(folder: Path, kind: str, names: Collection[str]) -> list[TensorFile]:
+def _killed(path: Path) -> str:
+    partial = partial_of(path)
+    return f", but {partial.name}, which a job that was killed has not finished" if partial.exists() else ""
+
+
+def _files_of_kind(folder: Path, kind: str, names: Collection[str]) -> list[TensorFile]:
     own = {name for name in names if name.startswith((f"{kind}.", f"{kind}-")) and name.endswith(".safetensors")}
     if kind != "model" and not own:
         return []
@@ -90,13 +98,18 @@ def _files_in(folder: Path, kind: str, names: Collection[str]) -> list[TensorFil
     return files
 
 
-def _check_header(path: Path, file: TensorFile, checksums: npt.NDArray[np.uint32]) -> None:
-    end = min((entry.start for entry in file.entries.values()), default=file.size)
+def _check_header(path: Path, file: TensorFile, checksums: Checksums) -> None:
+    """Raise if a block of the header has another checksum than when it was written."""
+    header_end = min((entry.start for entry in file.entries.values()), default=file.size)
     with path.open("rb") as opened:
-        for block, checksum in enumerate(checksums[: block_count(end)]):
-            if crc32(opened.read(BLOCK_BYTES)) != checksum:
-                names = [*map(repr, (entry.spec.name for entry in file.touching(0, (block + 1) * BLOCK_BYTES)))]
-                raise CheckpointError(
-                    f"{path}: its bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES}, with its header"
-                    f"{' and ' + names[0] if names else ''}, are not those that were written: the file is damaged"
-                )
+        found = checksums_of(opened.read(block_count(header_end) * BLOCK_BYTES))
+    damaged = np.flatnonzero(found != checksums[: len(found)])
+    if len(damaged):
+        start = int(damaged[0]) * BLOCK_BYTES
+        stop = start + BLOCK_BYTES
+        first = next(file.touching(0, stop), None)
+        named = f" and {first.spec.name!r}" if first else ""
+        raise CheckpointError(
+            f"{path}: its bytes {start} to {stop}, with its header{named}, are not those that were written: the "
+            "file is damaged"
+        )

@@ -1,12 +1,13 @@
-"""The folder of a checkpoint: it is whole, or it is not there.
+"""The folder of a checkpoint, which is replaced as one: complete, or not there.
 
     PATH.partial              is being written; renamed to PATH when all is on the disk
-    PATH                      a whole checkpoint
-    PATH.previous             PATH as it was, while it is replaced
+    PATH                      a complete checkpoint
+    PATH.previous             the checkpoint before, while it is replaced
     .PATH.axonmpi-lock        held by the job that saves
 
-A job that is killed leaves one of the last two checkpoints whole, and its lock. By the lock, the next save knows
-that the others are left over, and removes them. Folders of these names without a lock are somebody's own.
+A job that is killed leaves one of the last two checkpoints complete, and its lock. The lock tells the next save
+that the other folders are left over, and the save removes them. Without a lock, folders of these names belong to
+the user.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .intact import damage_of
+from .integrity import damage_of
 from .lock import Lock, lock_of
 from .state_file import STATE_FILE
 from .tensor_file import TensorFile
@@ -40,14 +41,14 @@ def _previous_of(path: Path) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return where a checkpoint is, also if a job was killed while it replaced it; local."""
+    """Return the folder of a checkpoint, `PATH.previous` if a job was killed between its two renames; local."""
     previous = _previous_of(path)
     return previous if not os.path.lexists(path) and (previous / STATE_FILE).exists() else path
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[Lock]:
-    """Keep other jobs from a path, and undo at the end of the block a save that is not complete; on one rank.
+    """Lock a path against other jobs; undo an incomplete save at the end of the block; on one rank.
 
     Raises:
         OSError: Another job saves to it, or the lock cannot be made.
@@ -64,7 +65,7 @@ def locked(path: Path) -> Iterator[Lock]:
 
 
 def recover(path: Path) -> None:
-    """Undo what a killed job has left of a save to `path`; on one rank.
+    """Undo the save to `path` that a killed job has left incomplete; on one rank.
 
     Raises:
         OSError: It cannot be done, or another job saves to it.
@@ -74,7 +75,7 @@ def recover(path: Path) -> None:
 
 
 def _undo(path: Path, lock: Lock) -> None:
-    """Remove working folders of an incomplete save; the last whole checkpoint stays, under its name."""
+    """Remove the folders of an incomplete save; the last complete checkpoint keeps its name."""
     if not lock.may_tidy:
         return
     partial, previous = partial_of(path), _previous_of(path)
@@ -88,10 +89,10 @@ def _undo(path: Path, lock: Lock) -> None:
 
 
 def check_own(folder: Path) -> None:
-    """Raise if a folder has something in it that no checkpoint has; local.
+    """Raise if a folder has a file that this library does not write; local.
 
     Raises:
-        FileExistsError: Names it.
+        FileExistsError: Names the file.
     """
     if foreign := sorted(path.name for path in folder.iterdir() if not _OWN.fullmatch(path.name)):
         message = f"it has {foreign[0]!r} in it, which is of no checkpoint, and would be removed: move that away"
@@ -105,7 +106,7 @@ def _remove(folder: Path) -> None:
 
 
 def prepare(path: Path, files: Iterable[TensorFile], lock: Lock) -> int:
-    """Make the folder and the files of tensors, in their sizes; on one rank.
+    """Make the folder and the files of tensors, with their headers and in their sizes; on one rank.
 
     Args:
         path: Of the checkpoint.
@@ -113,10 +114,10 @@ def prepare(path: Path, files: Iterable[TensorFile], lock: Lock) -> int:
         lock: Of the path.
 
     Returns:
-        The open folder, for `finish`: no other folder can be taken for it.
+        The open folder, by which `finish` knows it from another folder of the name.
 
     Raises:
-        OSError: They cannot be made, or something is there that is not to be replaced.
+        OSError: They cannot be made, or `path` is no checkpoint and must not be replaced.
     """
     _undo(path, lock)
     partial, previous = partial_of(path), _previous_of(path)
@@ -141,7 +142,7 @@ def prepare(path: Path, files: Iterable[TensorFile], lock: Lock) -> int:
 
 
 def finish(path: Path, opened: int, texts: Mapping[str, bytes]) -> None:
-    """Write the small files, and let the folder have its name when all of it is on the disk; on one rank.
+    """Write the small files, bring them to the disk, and rename the folder to `path`; on one rank.
 
     Args:
         path: Of the checkpoint.
@@ -149,7 +150,7 @@ def finish(path: Path, opened: int, texts: Mapping[str, bytes]) -> None:
         texts: The content of the small files, by their names.
 
     Raises:
-        OSError: Something cannot be written.
+        OSError: A file cannot be written.
     """
     partial, previous = partial_of(path), _previous_of(path)
     if not os.path.samestat(partial.stat(), os.fstat(opened)):

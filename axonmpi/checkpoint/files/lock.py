@@ -1,10 +1,9 @@
 """Locks that keep two jobs from saving to one path.
 
-    .NAME.axonmpi-lock      one line: the process that has it, and its program
+    .NAME.axonmpi-lock      one line: the process that holds it, and its program
 
-The kernel, or the server of NFS 4 or Lustre, releases a lock when its process ends, however and wherever. The file
-stays after a kill, and tells the next job that working folders beside the checkpoint were left by a save. Readers
-take no lock.
+The kernel, or the server of NFS 4 or Lustre, releases a lock when its process ends in any way. The file stays
+after a kill, and tells the next job that a save has left the folders beside the checkpoint. Readers take no lock.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ _MOST_LOOKS, _NAP_SECONDS = 500, 0.01
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: set[Path] = set()
-_guard = threading.RLock()  # the collector of garbage may release a lock anywhere
+_guard = threading.RLock()  # reentrant: the garbage collector may release a lock at any point
 
 
 def lock_of(path: Path) -> Path:
-    """Return the file that locks a path; it is beside it."""
+    """Return the lock file of a path, in the same folder."""
     return path.parent / f".{path.name}{SUFFIX}"
 
 
 class Lock:
-    """A lock that this process has until `release`, or until nobody refers to it any more.
+    """A lock that this process holds until `release`, or until the object is garbage.
 
-    The kernel's locks are those of a process, so threads of one process exclude each other by a set of paths.
+    The kernel's locks belong to a process, so threads of one process exclude each other by a set of paths.
 
     Args:
         path: Of the lock's file; its folder is there.
 
     Attributes:
-        may_tidy: Whether working folders beside the checkpoint are those of a save: of one that was killed and has
-            left its lock, or of this one.
+        may_tidy: True if the folders beside the checkpoint are a save's: a killed one's that has left its lock, or
+            this one's.
 
     Raises:
-        BlockingIOError: Another job has it, or another save of this process; names it.
-        OSError: The file cannot be made, or is not a lock's.
+        BlockingIOError: Another job holds it, and is named, or another save of this process.
+        OSError: The file cannot be made, or is no lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,13 +64,13 @@ class Lock:
         self.may_tidy = bool(text)
         line = _owner()
         os.pwrite(file, line, 0)
-        os.ftruncate(file, len(line))  # after: a file that was left is a lock's at every instant
+        os.ftruncate(file, len(line))  # after the write: the file is never without a line
 
     def release(self, *, keep: bool = False) -> None:
-        """Let others have the lock; once.
+        """Release the lock; once.
 
         Args:
-            keep: Leave the file, as a kill would, since something is left to tidy up.
+            keep: Leave the file, as a kill would, since folders are left to remove.
         """
         if self._end.alive:
             _, _, arguments, _ = self._end.detach() or (None, None, (), None)
@@ -79,7 +78,7 @@ class Lock:
 
 
 def _release(path: Path, file: int, process: int, *, keep: bool = False) -> None:
-    """Give a lock back; in a forked child do nothing."""
+    """Release a lock; in a forked child do nothing."""
     if process != os.getpid():
         return
     with _guard:
@@ -105,13 +104,13 @@ def _opened(path: Path) -> tuple[int, bytes]:
                 raise BlockingIOError(
                     errno.EAGAIN, f"another job saves there: {owner}; give each job a path of its own", str(path)
                 )
-            if has_it and _is_at(file, path):  # else its owner has removed it meanwhile
+            if has_it and _is_at(file, path):  # else its owner has removed the file meanwhile
                 return file, text
         except BaseException:
             os.close(file)
             raise
         os.close(file)
-        time.sleep(_NAP_SECONDS)  # its owner writes a line at once, or removes it
+        time.sleep(_NAP_SECONDS)  # the owner is about to write a line, or to remove the file
     raise AssertionError
 
 

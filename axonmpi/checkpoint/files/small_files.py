@@ -1,7 +1,7 @@
-"""Small files and their JSON, read as strictly as the readers of other languages do.
+"""Strict readers of small files and of JSON.
 
-Python's `json` takes more than the standard: UTF-16, byte-order marks, a key twice, half of a surrogate pair, NaN.
-A file that another reader would refuse, or understand in another way, is refused here.
+Python's `json` accepts more than the standard: UTF-16, byte-order marks, a key twice, half of a surrogate pair,
+NaN. Files that readers in other languages would refuse, or read differently, are refused here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from ...errors import CheckpointError
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read as one."""
+"""Largest file that is read at once."""
 
 
 def regular_size(path: Path) -> int:
-    """Return the bytes of a file without opening it, since to open a pipe or a device may hang; local.
+    """Return the size of a file without opening it, since opening a pipe or a device may hang; local.
 
     Raises:
-        CheckpointError: There is none, or it is no regular file.
+        CheckpointError: There is no such file, or it is no regular file.
     """
     try:
         found = path.stat()
@@ -53,10 +53,10 @@ def read_small(path: Path) -> bytes:
 
 
 def check_plain_name(name: object) -> str:
-    """Return the name of a file, which must not lead out of its folder; local.
+    """Return the name of a file, if it has no path in it; local.
 
     Raises:
-        ValueError: It may lead elsewhere, or is no text.
+        ValueError: It is no text, or a path to another folder.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"expected the name of a file in the same folder, got {name!r}")
@@ -64,14 +64,14 @@ def check_plain_name(name: object) -> str:
 
 
 def strict_json(text: bytes, *, constants: bool = False) -> Any:
-    """Return what a JSON text says; local.
+    """Return the value of a JSON text; local.
 
     Args:
         text: In UTF-8.
-        constants: Whether NaN and Infinity are numbers, as Python writes them.
+        constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
-        ValueError: It is no JSON, has a key twice, or a text that is not Unicode; or it is nested too deeply.
+        ValueError: It is no JSON, has a key twice or a text that is not Unicode, or is nested too deeply.
     """
     try:
         found = json.loads(

@@ -1,14 +1,14 @@
-"""The file `state.json`: values of a checkpoint that are no tensors, and the checksums of its files.
+"""The file `state.json`: the values of a checkpoint that are no tensors, sealed by checksums.
 
     {
       "format": "axonmpi checkpoint",
       "version": 2,
       ...
-      "checksums": "0f3a5c11",      CRC-32 of checksums.safetensors, which has those of all other files
+      "checksums": "0f3a5c11",      CRC-32 of checksums.safetensors, which has the CRC-32 of all other files
       "checksum": "9be07d42"        CRC-32 of all bytes above, up to the comma before this line
     }
 
-A damaged file, or a file of another checkpoint, does not fit this chain. Version 1 has neither of the two lines.
+A damaged file, or a file of another checkpoint, breaks this chain. Version 1 has neither of the two lines.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MOST = 1 << 63
 
 
 def sealed(text: bytes, checksums: bytes) -> bytes:
-    """Return the text of `state.json` with the checksums of the two files; local.
+    """Return the text of `state.json` with its last two lines; local.
 
     Args:
-        text: The JSON without them, a dict.
+        text: The JSON without them.
         checksums: Content of `checksums.safetensors`.
     """
     body = text.rstrip().removesuffix(b"}").rstrip() + b',\n  "checksums": "%08x"' % crc32(checksums)
@@ -47,10 +47,10 @@ def sealed(text: bytes, checksums: bytes) -> bytes:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read `state.json`, empty if the folder is another tool's; local.
+    """Return the content of `state.json`, empty if another tool has written the folder; local.
 
     Raises:
-        CheckpointError: It is damaged, or of a newer version; or it is missing, and the folder is a checkpoint's.
+        CheckpointError: It is damaged, of a newer version, or missing beside other files of a checkpoint.
     """
     path = folder / STATE_FILE
     if not os.path.lexists(path):
@@ -82,8 +82,8 @@ def check_state(state: Mapping[str, Any], sealed_by: tuple[str, ...] = ()) -> No
     """Raise unless each value of `state.json` has its type and is in range; local.
 
     Args:
-        state: What the file says.
-        sealed_by: Names of the checksums that it has.
+        state: Content of the file.
+        sealed_by: Keys of its checksums.
 
     Raises:
         ValueError: Names the value.

@@ -1,12 +1,12 @@
-"""The header of a safetensors file, made and read.
+"""Headers of safetensors files: layout, writing and strict reading.
 
     8 bytes        length of the header
-    header         JSON: for each name the dtype, the shape, and where its bytes begin and end after the header
+    header         JSON: for each name the dtype, the shape, and the offsets of its bytes after the header
     bytes          the tensors, one after the other without gaps, row-major, little-endian
 
-Headers are padded with spaces, so that the bytes begin at a page of 4 KiB. Tensors of wide dtypes come first, so
-that each is aligned, and then in the order of their names: a file depends on names, dtypes and shapes only. Above a
-size tensors are spread over several files, and an index says which file has which, as Hugging Face lays it out.
+Headers are padded with spaces, so that the tensors begin at a page of 4 KiB. Tensors are sorted by the width of
+their dtype, widest first, which aligns them, and then by name: the offsets depend on names, dtypes and shapes
+only. Above a size, tensors are spread over several files with an index, as Hugging Face's libraries do.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -28,9 +28,9 @@ from .small_files import check_plain_name, read_small, regular_size, strict_json
 
 PAGE_BYTES = 4096
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as `safetensors` has it."""
+"""In bytes: the limit of the `safetensors` package."""
 _DEEPEST = 125
-"""Levels of lists in a field that the format does not have, as `safetensors` reads it."""
+"""Nested lists in an unknown field: the limit of the `safetensors` package."""
 _MOST_BITS = 1 << 64
 _DTYPES = {
     "F64": torch.float64,
@@ -59,7 +59,7 @@ _METADATA = "__metadata__"
 
 
 class TensorSpec(NamedTuple):
-    """A tensor as a file describes it."""
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -76,7 +76,7 @@ class TensorEntry(NamedTuple):
 
     Attributes:
         spec: Its name, dtype and shape.
-        start: Where its bytes begin, counted from the beginning of the file.
+        start: Offset of its first byte in the file.
     """
 
     spec: TensorSpec
@@ -84,7 +84,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where its bytes end."""
+        """Offset after its last byte."""
         return self.start + self.spec.nbytes
 
 
@@ -93,10 +93,10 @@ class TensorFile:
     """A safetensors file.
 
     Attributes:
-        name: Of the file, without its folder.
+        name: File name.
         entries: Its tensors by name, in their order in the file.
         size: Bytes of the file.
-        header: Its first bytes, up to the first tensor; empty for a file that was read.
+        header: The bytes before the first tensor; empty for a file that was read.
         metadata: The texts in the header.
     """
 
@@ -107,14 +107,14 @@ class TensorFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def touching(self, start: int, stop: int) -> Iterator[TensorEntry]:
-        """Yield the tensors with bytes between two places in the file."""
+        """Yield the tensors with bytes between two offsets."""
         return (entry for entry in self.entries.values() if entry.start < stop and entry.stop > start)
 
 
 def lay_out(
     stem: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], max_file_size: int
 ) -> list[TensorFile]:
-    """Lay tensors out in one file, or in several above a size; local, the same for the same tensors in any order.
+    """Lay tensors out in files; local, the same for the same tensors in any order.
 
     Args:
         stem: Name of the file without `.safetensors`; several are `stem-00001-of-00002.safetensors`.
@@ -123,7 +123,7 @@ def lay_out(
         max_file_size: Bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: Safetensors has no code for a dtype.
+        CheckpointError: The format has no code for a dtype, or uses a name itself.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
     for spec in ordered:
@@ -163,7 +163,7 @@ def _file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str]) -> Te
 
 
 def index_of(files: list[TensorFile]) -> dict[str, Any]:
-    """Return the index of several files: which has which tensor, and the bytes of all."""
+    """Return the index of several files: the file of each tensor, and the bytes of all tensors."""
     total = sum(entry.spec.nbytes for file in files for entry in file.entries.values())
     return {
         "metadata": {"total_size": total},
@@ -175,14 +175,14 @@ def index_of(files: list[TensorFile]) -> dict[str, Any]:
 
 
 def read_headers(folder: Path, stem: str) -> list[TensorFile]:
-    """Read the headers of one file, or of those that an index names; local.
+    """Read the headers of one file, or of all files in an index; local.
 
     Args:
-        folder: Where they are.
+        folder: Of the files.
         stem: Name of the single file without `.safetensors`, or of the index without `.safetensors.index.json`.
 
     Raises:
-        CheckpointError: There is neither, or a file is damaged.
+        CheckpointError: There is no such file or index, or a file is damaged.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.exists():
@@ -211,7 +211,7 @@ def read_header(path: Path) -> TensorFile:
     """Read the header of a safetensors file; local.
 
     Raises:
-        CheckpointError: There is no such file, it is no safetensors file, or it is shorter or longer than it says.
+        CheckpointError: There is no such file, it is no safetensors file, or its size is wrong.
     """
     size = regular_size(path)
     try:
@@ -243,7 +243,7 @@ def _metadata(described: Any) -> dict[str, str]:
 
 
 def _entry(name: str, described: Any, begin: int) -> TensorEntry:
-    if isinstance(described, list):  # as Rust's readers take it, too
+    if isinstance(described, list):  # which readers in Rust accept, too
         described = dict(zip(_FIELDS, described, strict=True))
     code, shape, (start, stop) = (described[key] for key in _FIELDS)
     for key, value in described.items():
@@ -285,16 +285,16 @@ def _end_without_gaps(path: Path, ordered: list[TensorEntry], begin: int) -> int
 
 
 def check_size(path: Path, file: TensorFile, size: int, end: int) -> None:
-    """Raise unless a file has as many bytes as its header says; local.
+    """Raise if the size of a file is not the one that follows from its header; local.
 
     Args:
         path: Of the file.
         file: Its tensors.
-        size: Bytes that it has.
-        end: Bytes that its header says.
+        size: Its bytes.
+        end: Expected bytes.
 
     Raises:
-        CheckpointError: Naming the first tensor that is cut off.
+        CheckpointError: Names the first tensor that is cut off.
     """
     if size < end:
         cut = next(entry.spec.name for entry in file.entries.values() if entry.stop > size)

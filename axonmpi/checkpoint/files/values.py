@@ -3,8 +3,8 @@
     {"milestones": Counter({30: 1}), "betas": (0.9, 0.98)}
     {"milestones": {"<Counter>": [[30, 1]]}, "betas": {"<tuple>": [0.9, 0.98]}}
 
-JSON knows no tuples, and turns the keys of a dict into texts; the state of learning-rate schedules has both. What
-has another type than these is refused, naming where it is, and not turned into something like it.
+JSON has no tuples, and turns the keys of a dict into texts; the state of learning-rate schedules has both. A
+value of another type is refused by name, and never converted to a similar type.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def encoded(value: Any, where: str, levels: int = 0) -> Any:
-    """Return a value as JSON has it; local.
+    """Return a value as JSON; local.
 
     Args:
-        value: Texts, numbers, None, small tensors, `torch.dtype`s, and lists, tuples, dicts and Counters of such.
+        value: A text, number, None, small tensor or `torch.dtype`, or a list, tuple, dict or Counter of these.
         where: Name of the value, for messages.
         levels: Number of containers around the value.
 
     Raises:
-        ValueError: Something in it is of another type, or it is nested more than 100 deep, or contains itself.
+        ValueError: It contains another type or itself, or is nested more than 100 deep.
     """
     if levels > _MOST_LEVELS:
         raise ValueError(
@@ -78,10 +78,11 @@ def _numbers(tensor: Tensor) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` was given; local.
+    """Return the value whose JSON `encoded` returned; local.
 
     Raises:
-        ValueError: It has a type that no checkpoint has. Others where the values do not fit their types.
+        ValueError: It has an unknown type.
+        Exception: torch's or Python's own, if a value does not fit its type.
     """
     if isinstance(value, list):
         return [decoded(item) for item in value]

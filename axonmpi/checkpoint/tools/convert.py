@@ -1,4 +1,4 @@
-"""A checkpoint, or what other programs make, turned into another of these formats by one process.
+"""Conversion between checkpoints and the formats of other programs, by one process.
 
 SOURCE                                    TARGET
 checkpoint                                checkpoint: a folder
@@ -18,26 +18,31 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..files.folders import partial_of
+from .checkpoint_data import (
+    DCP_METADATA,
+    FORMATS,
+    TORCH_SUFFIXES,
+    CheckpointData,
+    Format,
+    Progress,
+    format_of,
+    from_safetensors,
+)
 from .dcp import from_dcp, write_dcp
-from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
+from .single_process_writer import write_folder, write_safetensors
 from .torch_files import from_torch_file, write_torch_file
-from .whole_files import write_folder, write_safetensors
 
 
-def _unseen(done: int, total: int) -> None:
-    pass
-
-
-def open_material(path: Path, *, trust: bool = False, only_model: bool = False) -> Material:
-    """Find what a file or folder of any known format has, tensors without their values; local.
+def open_checkpoint(path: Path, *, trust: bool = False, only_model: bool = False) -> CheckpointData:
+    """Read a file or folder of any known format, without the values of tensors; local.
 
     Args:
         path: The file or folder.
-        trust: Whether reading it may run code in it, as DCP's folders need.
-        only_model: Whether the optimizer's state in a dict of torch is left alone.
+        trust: Allow code in it to run, which reading folders of DCP does.
+        only_model: Leave the optimizer's state in a dict of torch alone.
 
     Raises:
-        CheckpointError: It is of no known format, not trusted, or damaged.
+        CheckpointError: Its format is unknown, or it is not trusted or damaged.
     """
     with _errors_named(path, "read"):
         kind = format_of(path)
@@ -57,30 +62,30 @@ def convert_checkpoint(
     optimizer: str | None = None,
     trust: bool = False,
     overwrite: bool = False,
-    progress: Progress = _unseen,
-) -> Material:
-    """Turn a checkpoint, or what another program has saved, into another format; local, for one process.
+    progress: Progress = lambda done, total: None,
+) -> CheckpointData:
+    """Convert a checkpoint, or a file or folder of another program, to another format; local, for one process.
 
-    Tensors pass one by one, or as many as 256 MiB have, on their way from and to files of tensors; torch's own
-    formats take as much memory as torch does.
+    At most 256 MiB, or one larger tensor, are in memory at once, except that torch writes its own formats from
+    tensors in memory.
 
     Args:
         source: A checkpoint, a `.safetensors` file, a folder of `transformers`, a file of `torch.save`, a folder of
             DCP.
-        target: The file or folder, which is complete when it has its name.
-        to: `"checkpoint"`, `"safetensors"`, `"torch"` or `"dcp"`; None goes by the name of the target.
-        only_model: Leave everything but the model's state dict out.
+        target: The file or folder; it has this name when it is complete.
+        to: `"checkpoint"`, `"safetensors"`, `"torch"` or `"dcp"`; None chooses by the name of the target.
+        only_model: Convert the model's state dict alone.
         optimizer: Name of the optimizer's class, needed for a checkpoint from another program's.
-        trust: Whether reading `source` may run code in it, as DCP's folders need.
-        overwrite: Whether a target that is there is replaced.
-        progress: Is told how many bytes are done, and of how many.
+        trust: Allow code in `source` to run, which reading folders of DCP does.
+        overwrite: Replace an earlier target.
+        progress: Called with the number of bytes that are done, and of all bytes.
 
     Returns:
-        What was converted, and what of it was left out.
+        The content of the source, with a list of what was left out.
 
     Raises:
         ValueError: `to` is none of these.
-        CheckpointError: The source cannot be understood, or the target cannot be written.
+        CheckpointError: The source cannot be read, or the target cannot be written.
     """
     of, into = (Path(os.path.abspath(os.fspath(path))) for path in (source, target))
     chosen: Format = _format_by_name(into) if to is None else to
@@ -88,15 +93,15 @@ def convert_checkpoint(
         raise ValueError(f"to: expected one of {', '.join(map(repr, FORMATS))}, got {to!r}")
     if os.path.lexists(into) and not overwrite:
         raise CheckpointError(f"{into}: it is there already: choose another name, or replace it by --overwrite")
-    material = open_material(of, trust=trust, only_model=only_model)
+    data = open_checkpoint(of, trust=trust, only_model=only_model)
     if only_model:
-        material.optimizer, material.optimizer_state, material.random, material.values = {}, None, {}, {}
-    _note_what_is_left_out(material, chosen)
-    if material.optimizer_state is not None and chosen == "checkpoint":
-        _set_class(of, material.optimizer_state, optimizer)
+        data.optimizer, data.optimizer_state, data.random, data.values = {}, None, {}, {}
+    _list_left_out(data, chosen)
+    if data.optimizer_state is not None and chosen == "checkpoint":
+        _set_class(of, data.optimizer_state, optimizer)
     with _errors_named(into, "written"):
-        _write(material, into, chosen, progress)
-    return material
+        _write(data, into, chosen, progress)
+    return data
 
 
 def _format_by_name(path: Path) -> Format:
@@ -105,11 +110,11 @@ def _format_by_name(path: Path) -> Format:
     return "torch" if path.suffix in TORCH_SUFFIXES else "checkpoint"
 
 
-def _note_what_is_left_out(material: Material, to: Format) -> None:
-    if to == "safetensors" and (material.optimizer_state is not None or material.values):
-        material.left_out.append("everything but the model, since a file of safetensors has tensors alone")
-    elif material.random and to != "checkpoint":
-        material.left_out.append("the ranks' random states")
+def _list_left_out(data: CheckpointData, to: Format) -> None:
+    if to == "safetensors" and (data.optimizer_state is not None or data.values):
+        data.left_out.append("everything but the model, since a file of safetensors has tensors alone")
+    elif data.random and to != "checkpoint":
+        data.left_out.append("the ranks' random states")
 
 
 def _set_class(source: Path, state: dict[str, Any], given: str | None) -> None:
@@ -121,10 +126,10 @@ def _set_class(source: Path, state: dict[str, Any], given: str | None) -> None:
         )
 
 
-def _write(material: Material, path: Path, to: Format, progress: Progress) -> None:
+def _write(data: CheckpointData, path: Path, to: Format, progress: Progress) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if to == "checkpoint":
-        write_folder(material, path, progress)
+        write_folder(data, path, progress)
         return
     if path.is_dir() and not (to == "dcp" and (path / DCP_METADATA).exists()):
         raise CheckpointError(f"{path}: it is another folder, so it is not replaced: choose another name")
@@ -133,7 +138,7 @@ def _write(material: Material, path: Path, to: Format, progress: Progress) -> No
     if os.path.lexists(partial):
         raise CheckpointError(f"{partial}: it is in the way: move it away, or choose another name than {path.name}")
     try:
-        writers[to](material, partial, progress)
+        writers[to](data, partial, progress)
         if path.is_dir():
             _remove(path)
         partial.rename(path)
@@ -149,13 +154,13 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _errors_named(path: Path, what: str) -> Iterator[None]:
-    """Raise a CheckpointError for whatever is wrong: files of other programs can have anything in them."""
+def _errors_named(path: Path, action: str) -> Iterator[None]:
+    """Raise any error as a CheckpointError that names the file: other programs' files can have anything in them."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: cannot be {what}: {error.strerror or error}") from error
+        raise CheckpointError(f"{error.filename or path}: cannot be {action}: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be {what}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: cannot be {action}: {type(error).__name__}: {error}") from error

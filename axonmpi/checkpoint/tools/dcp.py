@@ -1,6 +1,7 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), by its public interface, which one process can use alone.
+"""Folders of `torch.distributed.checkpoint` (DCP), by its public interface, in one process.
 
-Its metadata is a pickle: reading it runs what is in it.
+Their metadata is a pickle: reading it runs the code in it. `format_utils` of DCP is not used: it reads all values
+into memory, also where only names and shapes are needed, and files of torch with `weights_only=False`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..files.small_files import regular_size
-from .material import Material, Progress, files_in, total_bytes
-from .nested import nested_dict, take_nested
+from .checkpoint_data import CheckpointData, Progress, files_in, total_bytes
+from .torch_dict import read_torch_dict, torch_dict_of
 
 
-def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
-    """Read a folder of DCP, all but the values of tensors; local.
+def from_dcp(path: Path, *, trust: bool, only_model: bool) -> CheckpointData:
+    """Read a folder of DCP without the values of its tensors; local.
 
     Args:
         path: The folder.
-        trust: Whether the folder may run code.
-        only_model: Whether an optimizer's state is left alone.
+        trust: Allow the folder to run code.
+        only_model: Leave an optimizer's state alone.
 
     Raises:
-        CheckpointError: It may not, or cannot be read.
+        CheckpointError: It is not trusted, or cannot be read.
     """
     if not trust:
         raise CheckpointError(
@@ -38,61 +39,61 @@ def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
         )
     for inner in path.iterdir():
         if not inner.is_dir():
-            regular_size(inner)  # to open a pipe would hang
+            regular_size(inner)  # opening a pipe would hang
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
         metadata = FileSystemReader(path).read_metadata()
-        described = metadata.state_dict_metadata
-        shaped = {
-            key: torch.empty(known.size, dtype=known.properties.dtype, device="meta")
-            for key, known in described.items()
-            if isinstance(known, TensorStorageMetadata)
-        }
-        plain: dict[str, Any] = dict.fromkeys(key for key in described if key not in shaped)
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            else:
+                plain[key] = None
         _load(path, plain)
-    except Exception as error:  # whatever a pickle raises
+    except Exception as error:  # a pickle can raise any
         raise CheckpointError(f"{path}: cannot be read as a folder of DCP: {error}") from error
-    keys = {id(tensor): key for key, tensor in shaped.items()}
+    keys = {id(tensor): key for key, tensor in tensors.items()}
 
-    def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
-        wanted = {keys[id(tensor)]: torch.empty_like(tensor, device="cpu") for tensor in tensors}
+    def fetch(chosen: Iterable[Tensor]) -> list[Tensor]:
+        wanted = {keys[id(tensor)]: torch.empty_like(tensor, device="cpu") for tensor in chosen}
         _load(path, wanted)
         return list(wanted.values())
 
-    made = Material("dcp", files_in(path), fetch=fetch)
-    nested = _nested({**shaped, **plain}, metadata.planner_data or {})
-    take_nested(made, str(path), nested, only_model=only_model)
-    return made
+    data = CheckpointData("dcp", files_in(path), fetch=fetch)
+    saved = _unflattened({**tensors, **plain}, metadata.planner_data or {})
+    read_torch_dict(data, str(path), saved, only_model=only_model)
+    return data
 
 
 def _load(path: Path, values: dict[str, Any]) -> None:
-    """Read what is under some keys; values of tensors into them."""
+    """Read the values of some keys, those of tensors in place."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if values:
-        with _as_one_process():
+        with _one_process():
             load(values, storage_reader=FileSystemReader(path), no_dist=True)
 
 
 @contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Let DCP not warn that it is used by one process, as it is told to be."""
+def _one_process() -> Iterator[None]:
+    """Suppress DCP's warning that one process uses it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
-def _nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    """Undo what DCP does to a dict of dicts and lists."""
+def _unflattened(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
+    """Return the nested dicts and lists that DCP has flattened."""
     root: dict[Any, Any] = {}
     for key, value in values.items():
-        *places, last = paths.get(key, (key,))
+        *outer, last = paths.get(key, (key,))
         at = root
-        for place in places:
-            at = at.setdefault(place, {})
+        for each in outer:
+            at = at.setdefault(each, {})
         at[last] = value
     nested: dict[str, Any] = _with_lists(root)
     return nested
@@ -107,7 +108,7 @@ def _with_lists(value: Any) -> Any:
     return inner
 
 
-def write_dcp(material: Material, path: Path, progress: Progress) -> None:
+def write_dcp(data: CheckpointData, path: Path, progress: Progress) -> None:
     """Write a folder of DCP; local.
 
     Raises:
@@ -117,22 +118,17 @@ def write_dcp(material: Material, path: Path, progress: Progress) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    kinds = {"model": material.model, "optimizer": material.optimizer}
-    total, done = sum(total_bytes(of_kind.values()) for of_kind in kinds.values()), 0
+    total, done = total_bytes([*data.model.values(), *data.optimizer.values()]), 0
 
     class Planner(DefaultSavePlanner):
-        """Tells how much is done."""
+        """A planner that calls `progress`."""
 
         def resolve_data(self, write_item: Any) -> Any:
             nonlocal done
-            data = super().resolve_data(write_item)
-            done += data.nbytes if isinstance(data, Tensor) else 0
+            resolved = super().resolve_data(write_item)
+            done += resolved.nbytes if isinstance(resolved, Tensor) else 0
             progress(min(done, total), total)
-            return data
+            return resolved
 
-    tensors = {
-        kind: dict(zip(of_kind, material.fetch(of_kind.values()), strict=True)) for kind, of_kind in kinds.items()
-    }
-    nested = nested_dict(material, tensors)
-    with _as_one_process():
-        save(nested, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
+    with _one_process():
+        save(torch_dict_of(data), storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)

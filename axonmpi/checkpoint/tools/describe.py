@@ -1,4 +1,4 @@
-"""What a file or folder of weights has, in words: no value of a tensor is read."""
+"""Descriptions of files and folders of weights, without reading the values of tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from ...utils.text import aligned, counted, printable
 from ..files.values import decoded, encoded
-from .convert import open_material
-from .material import Material
+from .checkpoint_data import CheckpointData
+from .convert import open_checkpoint
 
 _FORMATS = {
     "checkpoint": "a checkpoint of axonmpi",
@@ -23,43 +23,43 @@ _MOST_LETTERS = 200
 
 
 def describe_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> dict[str, Any]:
-    """Say what is in a checkpoint, a `.safetensors` file, a folder of `transformers`, or of torch; local.
+    """Describe a checkpoint, or a file or folder of weights of `safetensors`, `transformers` or torch; local.
 
     Args:
         path: The file or folder.
-        trust: Whether reading it may run code in it, as DCP's folders need.
+        trust: Allow code in it to run, which reading folders of DCP does.
 
     Returns:
-        What JSON can hold: `format`, `step`, `epoch`, `layout`, `versions`, `extra`, `config`, `optimizer`, `files`
-        and `tensors`, and more; None or empty where nothing is known.
+        JSON values: `format`, `step`, `epoch`, `layout`, `versions`, `extra`, `config`, `optimizer`, `files`,
+        `tensors` and more; None or empty if they are unknown.
 
     Raises:
-        CheckpointError: It is of no known format, not trusted, or damaged.
+        CheckpointError: Its format is unknown, or it is not trusted or damaged.
     """
-    material = open_material(Path(os.path.abspath(os.fspath(path))), trust=trust, only_model=True)
-    values = material.values
+    data = open_checkpoint(Path(os.path.abspath(os.fspath(path))), trust=trust, only_model=True)
+    values = data.values
     return {
         "path": os.fspath(path),
-        "format": material.format,
+        "format": data.format,
         "step": values.get("step"),
         "epoch": values.get("epoch"),
-        "layout": material.layout,
-        "versions": material.versions,
+        "layout": data.layout,
+        "versions": data.versions,
         "extra": _as_json(values.get("extra")),
         "states": [name for name in ("scheduler", "scaler", "sampler") if values.get(name) is not None],
-        "config": material.config,
-        "optimizer": _optimizer(material.optimizer_state),
-        "aliases": material.aliases,
-        "others": material.left_out,
-        "files": [{"name": name, "bytes": nbytes} for name, nbytes in material.files],
-        "tensors": list(_tensors(material)),
+        "config": data.config,
+        "optimizer": _optimizer(data.optimizer_state),
+        "aliases": data.aliases,
+        "others": data.left_out,
+        "files": [{"name": name, "bytes": nbytes} for name, nbytes in data.files],
+        "tensors": list(_tensors(data)),
     }
 
 
 def _as_json(value: Any) -> Any:
     try:
         return encoded(value, "extra")
-    except ValueError:  # another program's: whatever it is, it is not needed to tell what there is
+    except ValueError:  # of another program: shown as it is
         return repr(value)
 
 
@@ -71,8 +71,8 @@ def _optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"class": state["class"], "groups": groups}
 
 
-def _tensors(material: Material) -> Iterable[dict[str, Any]]:
-    for kind, tensors in material.tensors.items():
+def _tensors(data: CheckpointData) -> Iterable[dict[str, Any]]:
+    for kind, tensors in data.tensors.items():
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield {"kind": kind, "name": name, "dtype": dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
@@ -81,12 +81,12 @@ def _tensors(material: Material) -> Iterable[dict[str, Any]]:
 # ---- words ------------------------------------------------------------------------------------------------------
 
 
-def text_of(described: Mapping[str, Any], *, all_tensors: bool) -> str:
+def description_text(described: Mapping[str, Any], *, all_tensors: bool) -> str:
     """Return a description as text.
 
     Args:
-        described: What `describe_checkpoint` returned.
-        all_tensors: Whether each tensor has a line.
+        described: Result of `describe_checkpoint`.
+        all_tensors: Add a line for each tensor.
     """
     described = _on_one_line(described)
     blocks = [[f"{described['path']}: {_FORMATS[described['format']]}", *_facts(described)]]
@@ -101,7 +101,7 @@ def text_of(described: Mapping[str, Any], *, all_tensors: bool) -> str:
 
 
 def _on_one_line(value: Any) -> Any:
-    """Return values whose texts, which are of any file, neither end a line nor steer a terminal."""
+    """Return values with line ends and control characters in texts escaped, since any file may have them."""
     if isinstance(value, str):
         return printable(value.replace("\n", "\\n"))
     if isinstance(value, Mapping):

@@ -1,46 +1,41 @@
-"""Whether a checkpoint is as it was written: every block of every file against its checksum.
+"""Verification of a checkpoint: every block of every file against its checksum.
 
-Files of other tools have no checksums; of them only headers and sizes can be checked.
+Files of other tools have no checksums; only their headers and sizes can be checked.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from ...errors import CheckpointError
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_range
 from ...utils.text import counted, in_ranges
-from ..files.checksums import BLOCK_BYTES, block_count, crc32
+from ..files.checksums import BLOCK_BYTES, Checksums, block_count, crc32
 from ..files.contents import KINDS
 from ..files.folders import find_checkpoint
-from ..files.intact import read_checksums
+from ..files.integrity import read_checksums
 from ..files.small_files import regular_size
 from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, read_state
 from ..files.tensor_file import TensorFile, read_header, read_headers
-from .material import Progress, format_of
+from .checkpoint_data import Progress, format_of
 
 _MOST_NAMES = 8
 _MOST_RANGES = 6
 
-Checksums = npt.NDArray[np.uint32]
-
 
 class Damage(NamedTuple):
-    """What is wrong with a file.
+    """The damage of a file.
 
     Attributes:
         file: Its name.
-        text: What is wrong.
-        tensors: Names of the tensors whose bytes are damaged, if it is known that no others are.
+        text: A description of the damage.
+        tensors: Names of the tensors whose bytes are damaged, if the header is intact.
     """
 
     file: str
@@ -48,7 +43,7 @@ class Damage(NamedTuple):
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return it as a line that names some tensors."""
+        """Return a line that names some of the tensors."""
         names = [*map(repr, self.tensors[:_MOST_NAMES])]
         more = len(self.tensors) - len(names)
         named = f", in {', '.join(names)}{f' and {more} more' if more else ''}" if names else ""
@@ -57,12 +52,12 @@ class Damage(NamedTuple):
 
 @dataclass
 class Verification:
-    """What was checked, and what is damaged.
+    """The result of a verification.
 
     Attributes:
         files: Bytes of each file of tensors, by name.
-        has_checksums: Whether all bytes of them were checked, and not only headers and sizes.
-        damages: What is wrong.
+        has_checksums: All bytes of the files were checked, and not only headers and sizes.
+        damages: All damages that were found.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -71,8 +66,17 @@ class Verification:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there is no damage."""
         return not self.damages
+
+    @contextmanager
+    def recording(self, folder: Path, name: str) -> Iterator[None]:
+        """Record a CheckpointError of the `with` block as the damage of a file, and go on; local."""
+        try:
+            yield
+        except CheckpointError as error:
+            text = str(error).removeprefix(f"{folder / name}").removeprefix(f"{folder}").removeprefix(": ")
+            self.damages.append(Damage(name, text))
 
 
 def verify_checkpoint(
@@ -82,106 +86,82 @@ def verify_checkpoint(
 
     Args:
         path: The folder or file.
-        group: Ranks that read a share each; collective then, and all get the same result. None means this process
-            alone.
-        progress: Is told how many of this process's bytes are done, and of how many.
+        group: Ranks that read a slice of it each; the call is then collective, and all ranks get the same result.
+            None means this process alone.
+        progress: Called with the bytes that this process has read, and all bytes that it reads.
 
     Raises:
-        CheckpointError: There is nothing of that kind.
+        CheckpointError: There is neither a checkpoint nor a safetensors file.
     """
     folder = find_checkpoint(Path(os.path.abspath(os.fspath(path))))
     if (kind := format_of(folder)) not in ("checkpoint", "safetensors"):
         raise CheckpointError(f"{folder}: expected a checkpoint or safetensors files, got one of format {kind}")
-    made = Verification(has_checksums=kind == "checkpoint")
+    found = Verification(has_checksums=kind == "checkpoint")
     if kind == "safetensors":
-        _check_foreign(folder, made)
-        return made
-    sums = _small_files(folder, made)
-    headers = {name: header for name in sums if (header := _header(folder, name, sums[name], made)) is not None}
-    if not made.damages:
-        _check_index(folder, sums, made)
-    others = {path.name for path in folder.glob("*.safetensors")} - {*sums, CHECKSUMS_FILE}
-    made.damages += [Damage(name, "is not of this checkpoint") for name in sorted(others)]
-    sizes = made.files | _small_sizes(folder, sums, made)
-    for name, blocks in _damaged_blocks(folder, sizes, headers, sums, group, progress).items():
-        made.damages.append(_damage(name, blocks, sizes[name], headers.get(name)))
-    return made
+        with found.recording(folder if folder.is_dir() else folder.parent, folder.name):
+            files = [read_header(folder)] if folder.is_file() else read_headers(folder, "model")
+            found.files = {file.name: file.size for file in files}
+        return found
 
+    checksums = _read_small_files(folder, found)
+    sizes, headers = _check_headers(folder, checksums, found)
+    if not found.damages:
+        _check_kinds(folder, checksums, found)
+    others = {path.name for path in folder.glob("*.safetensors")} - {*checksums, CHECKSUMS_FILE}
+    found.damages += [Damage(name, "is not of this checkpoint") for name in sorted(others)]
 
-def _check_foreign(path: Path, made: Verification) -> None:
-    try:
-        files = [read_header(path)] if path.is_file() else read_headers(path, "model")
-    except CheckpointError as error:
-        made.damages.append(_of(error, path if path.is_dir() else path.parent, path.name))
-    else:
-        made.files = {file.name: file.size for file in files}
+    # The last block of a file that is cut off was found already.
+    cut_off = {damage.file for damage in found.damages}
+    blocks = [
+        (name, block)
+        for name, size in sizes.items()
+        for block in range(min(len(checksums[name]), size // BLOCK_BYTES if name in cut_off else block_count(size)))
+    ]
+    for name, damaged in _damaged_blocks(folder, blocks, checksums, group, progress).items():
+        found.damages.append(_damage(name, damaged, sizes[name], headers.get(name)))
+    return found
 
 
 # ---- small files and headers ------------------------------------------------------------------------------------
 
 
-def _small_files(folder: Path, made: Verification) -> dict[str, Checksums]:
+def _read_small_files(folder: Path, found: Verification) -> dict[str, Checksums]:
     """Check `state.json`, and return the checksums of files by their names."""
     state: dict[str, Any] = {}
-    try:
+    checksums: dict[str, Checksums] = {}
+    with found.recording(folder, STATE_FILE):
         state = read_state(folder)
-    except CheckpointError as error:
-        made.damages.append(_of(error, folder, STATE_FILE))
-    try:
-        return read_checksums(folder, state)
-    except CheckpointError as error:
-        made.has_checksums = False
-        made.damages.append(_of(error, folder, CHECKSUMS_FILE))
-        return {}
+    with found.recording(folder, CHECKSUMS_FILE):
+        checksums = read_checksums(folder, state)
+    found.has_checksums = bool(checksums)
+    return checksums
 
 
-def _small_sizes(folder: Path, sums: Mapping[str, Checksums], made: Verification) -> dict[str, int]:
-    """Return the bytes of the files without tensors."""
-    sizes = {}
-    for name in sums:
-        if not name.endswith(".safetensors"):
-            try:
-                sizes[name] = regular_size(folder / name)
-            except CheckpointError as error:
-                made.damages.append(_of(error, folder, name))
-            else:
-                made.damages += _other_size(name, sizes[name], sums[name])
-    return sizes
+def _check_headers(
+    folder: Path, checksums: Mapping[str, Checksums], found: Verification
+) -> tuple[dict[str, int], dict[str, TensorFile]]:
+    """Return the sizes of all files, and the headers of the files of tensors, by name."""
+    sizes: dict[str, int] = {}
+    headers: dict[str, TensorFile] = {}
+    for name, sums in checksums.items():
+        with found.recording(folder, name):
+            sizes[name] = regular_size(folder / name)
+            if name.endswith(".safetensors"):
+                found.files[name] = sizes[name]
+                headers[name] = read_header(folder / name)
+            if block_count(sizes[name]) != len(sums):
+                text = f"has {sizes[name]} bytes, and checksums of {counted(len(sums), 'block')}"
+                found.damages.append(Damage(name, text))
+    return sizes, headers
 
 
-def _other_size(name: str, size: int, sums: Checksums) -> list[Damage]:
-    if block_count(size) == len(sums):
-        return []
-    return [Damage(name, f"has {size} bytes, and checksums of {counted(len(sums), 'block')}")]
-
-
-def _header(folder: Path, name: str, sums: Checksums, made: Verification) -> TensorFile | None:
-    if not name.endswith(".safetensors"):
-        return None
-    try:
-        made.files[name] = regular_size(folder / name)
-        header = read_header(folder / name)
-    except CheckpointError as error:
-        made.damages.append(_of(error, folder, name))
-        return None
-    made.damages += _other_size(name, header.size, sums)
-    return header
-
-
-def _check_index(folder: Path, names: Collection[str], made: Verification) -> None:
+def _check_kinds(folder: Path, names: Collection[str], found: Verification) -> None:
     """Check that the files of each kind belong together, and that all of them have checksums."""
     for kind in KINDS:
         if kind == "model" or any(name.startswith(kind) for name in names):
-            try:
+            with found.recording(folder, kind):
                 files = read_headers(folder, kind)
-            except CheckpointError as error:
-                made.damages.append(_of(error, folder, kind))
-            else:
-                made.damages += [Damage(file.name, "has no checksums") for file in files if file.name not in names]
-
-
-def _of(error: Exception, folder: Path, name: str) -> Damage:
-    return Damage(name, str(error).removeprefix(f"{folder / name}").removeprefix(f"{folder}").removeprefix(": "))
+                found.damages += [Damage(file.name, "has no checksums") for file in files if file.name not in names]
 
 
 # ---- blocks -----------------------------------------------------------------------------------------------------
@@ -189,28 +169,22 @@ def _of(error: Exception, folder: Path, name: str) -> Damage:
 
 def _damaged_blocks(
     folder: Path,
-    files: Mapping[str, int],
-    headers: Collection[str],
-    sums: Mapping[str, Checksums],
+    blocks: Sequence[tuple[str, int]],
+    checksums: Mapping[str, Checksums],
     group: ProcessGroup | None,
     progress: Progress | None,
 ) -> dict[str, list[int]]:
-    """Return the numbers of damaged blocks, by file; a last one that is cut off is not among them."""
-    blocks = [
-        (name, block)
-        for name, size in files.items()
-        for block in range(min(len(sums[name]), block_count(size) if name in headers else size // BLOCK_BYTES))
-    ]
+    """Return the numbers of the damaged blocks among `blocks`, by file."""
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
     start, stop = split_range(len(blocks), ranks, rank)
     found = []
-    with _Files(folder) as opened:
-        for place in range(start, stop):
-            name, block = blocks[place]
-            if opened.checksum(name, block) != sums[name][block]:
+    with _Files(folder) as files:
+        for index in range(start, stop):
+            name, block = blocks[index]
+            if files.checksum(name, block) != checksums[name][block]:
                 found.append((name, block))
             if progress is not None:
-                progress((place + 1 - start) * BLOCK_BYTES, (stop - start) * BLOCK_BYTES)
+                progress((index + 1 - start) * BLOCK_BYTES, (stop - start) * BLOCK_BYTES)
     damaged: dict[str, list[int]] = {}
     for of_rank in [found] if group is None else group.all_gather_object(found):
         for name, block in of_rank:
@@ -219,7 +193,7 @@ def _damaged_blocks(
 
 
 class _Files(ExitStack):
-    """Files of a folder, opened when they are needed."""
+    """Files of a folder, each opened when a block of it is read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -244,9 +218,9 @@ class _Files(ExitStack):
 def _damage(name: str, blocks: Sequence[int], size: int, header: TensorFile | None) -> Damage:
     shown = in_ranges(blocks, ", ", _MOST_RANGES)
     text = f"{counted(len(blocks), 'block')} of {block_count(size)} (of 1 MiB: number {shown}) damaged"
-    touched = (
-        entry.spec.name
-        for block in blocks
-        for entry in (header.touching(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES) if header else ())
-    )
-    return Damage(name, text, tuple(dict.fromkeys(touched)))
+    names: dict[str, None] = {}
+    if header is not None:
+        for block in blocks:
+            touched = header.touching(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
+            names |= dict.fromkeys(entry.spec.name for entry in touched)
+    return Damage(name, text, tuple(names))

@@ -1,1 +1,1 @@
-"""Writing a checkpoint: who writes what, and in which order."""
+"""Writing a checkpoint: the plan of each rank, its copies, its bytes, and the order in which all ranks proceed."""

@@ -1,7 +1,7 @@
-"""Writing a checkpoint: all ranks together, and it is whole or not there.
+"""The write of a checkpoint by all ranks together: complete, or not there.
 
-rank 0      makes the folder and the files, in their sizes
-all         write what they have, bring it to the disk, and tell what went wrong
+rank 0      makes the folder, and the files in their sizes
+all         write their bytes, bring them to the disk, and exchange errors and checksums
 rank 0      writes the checksums and the small files, and renames the folder
 """
 
@@ -12,25 +12,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
-from ...launch.user_variables import writes_by_mpi
-from ...utils.text import text_of_problems
-from ..files.checksums import BlockSums, combined
+from ..files.checksums import Checksums, checksums_of, combined
 from ..files.folders import finish, locked, partial_of, prepare
 from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, sealed
 from ..files.tensor_file import TensorFile, TensorSpec, lay_out
+from ..rank_errors import RankErrors
 from ..ranks import CheckpointRanks
-from .output import Output, Trouble
-from .plan import Share
-from .scattered import write_scattered
-
-T = TypeVar("T")
+from .local_plan import LocalPlan
+from .output import Output
+from .short_runs import write_short_runs
 
 
 class Job(NamedTuple):
@@ -39,14 +34,14 @@ class Job(NamedTuple):
     Attributes:
         path: Of its folder, the same on all ranks.
         files: Its files of tensors, the same on all ranks.
-        share: What this rank writes.
-        nbytes: Bytes of it.
-        texts: The content of its small files by name; on rank 0.
+        plan: The bytes that this rank writes.
+        nbytes: Their number.
+        texts: Content of the small files by name; on rank 0.
     """
 
     path: Path
     files: Sequence[TensorFile]
-    share: Share
+    plan: LocalPlan
     nbytes: int
     texts: Mapping[str, bytes]
 
@@ -55,95 +50,76 @@ def write_checkpoint(job: Job, ranks: CheckpointRanks, copy: Callable[[], None] 
     """Write a checkpoint; collective.
 
     Args:
-        job: What to write.
-        ranks: Who writes.
-        copy: Called first: makes what this rank writes.
+        job: The checkpoint.
+        ranks: All ranks that write.
+        copy: Called first: copies the values that this rank writes.
 
     Raises:
-        CheckpointError: It cannot be written; on all ranks, and what `path` was is still there.
+        CheckpointError: It cannot be written; on all ranks. An earlier checkpoint at `path` is still there.
     """
-    trouble = Trouble()
+    errors = RankErrors(job.path)
+    prefix = f"{job.path}: the checkpoint was not written: "
     is_first = ranks.all.rank == 0
-    with trouble.noting(job.path):
+    with errors.recorded():
         copy()
     with ExitStack() as stack:
         opened = 0
         if is_first:
-            with trouble.noting(job.path):
+            with errors.recorded():
                 lock = stack.enter_context(locked(job.path))
                 opened = prepare(job.path, job.files, lock)
                 stack.callback(os.close, opened)
-        _check_complete(job, _check(job, ranks, trouble, (_digest(job.files), job.nbytes)), trouble)
-        shares = _write(job, ranks, trouble)
-        told = _check(job, ranks, trouble, shares)
+        headers = hashlib.sha256(b"".join(file.header for file in job.files)).hexdigest()
+        answers = errors.raise_on_all(ranks.all, (headers, job.nbytes), prefix)
+        if problem := _incomplete(job, answers):
+            raise CheckpointError(prefix + problem)
+        terms = errors.raise_on_all(ranks.all, _write(job, ranks, errors), prefix)
         if is_first:
-            sums = {
-                file.name: combined(file.size, list(of_ranks))
-                for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
+            checksums = {
+                file.name: combined(file.size, of_ranks)
+                for file, of_ranks in zip(job.files, zip(*terms, strict=True), strict=True)
             }
-            with trouble.noting(job.path):
-                finish(job.path, opened, _small_files(job.texts, sums))
-            stack.close()  # before the others go on: then nothing is there but the checkpoint
-        _check(job, ranks, trouble, None)
+            with errors.recorded():
+                finish(job.path, opened, _with_checksums(job.texts, checksums))
+            stack.close()  # before the other ranks go on, which may then look into the folder
+        errors.raise_on_all(ranks.all, None, prefix)
 
 
-def _digest(files: Sequence[TensorFile]) -> str:
-    return hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
-
-
-def _check_complete(job: Job, told: Sequence[tuple[str, int]], trouble: Trouble) -> None:
-    """Note, on all ranks alike, if headers differ, or if ranks have more or less of the tensors than there is."""
+def _incomplete(job: Job, answers: Sequence[tuple[str, int]]) -> str:
+    """Return an error if headers differ or bytes are missing or written twice; else an empty text."""
     expected = sum(entry.spec.nbytes for file in job.files for entry in file.entries.values())
-    found = sum(nbytes for _, nbytes in told)
-    if len({digest for digest, _ in told}) > 1:
-        trouble.text = "the ranks have made different headers for its files"
-    elif found != expected:
-        trouble.text = (
-            f"the ranks have {found} bytes of tensors of {expected} bytes: parts are missing or overlap; give the "
-            "group of all ranks that have parts of the model, and the same parts only to ranks with the same model"
-        )
+    found = sum(nbytes for _, nbytes in answers)
+    if len({headers for headers, _ in answers}) > 1:
+        return "the ranks have made different headers for its files"
+    if found == expected:
+        return ""
+    return (
+        f"the ranks have {found} bytes of tensors of {expected} bytes: shards are missing or overlap; give the "
+        "group of all ranks that have shards of the model, and equal shards only to ranks with the same model"
+    )
 
 
-def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArray[np.uint32]]:
-    """Write this rank's share, and return its share of the checksums of each file; collective."""
-    backend = ranks.all.backend
-    output = Output(partial_of(job.path), job.files, backend, ranks.nodes, trouble, with_mpi=writes_by_mpi())
-    if backend.rank == 0:
-        for number, file in enumerate(job.files):
-            output.sums[number].add(0, memoryview(file.header))
-    with output.noting():
-        for stretch in job.share.stretches:
-            output.write_stretch(stretch)
-    write_scattered(job.share.scattered, output, ranks)
+def _write(job: Job, ranks: CheckpointRanks, errors: RankErrors) -> list[Checksums]:
+    """Write this rank's bytes, and return its terms of the checksums of each file; collective."""
+    output = Output(partial_of(job.path), job.files, ranks.all.backend, ranks.nodes, errors)
+    if ranks.all.rank == 0:
+        for sums, file in zip(output.sums, job.files, strict=True):
+            sums.add(0, memoryview(file.header))
+    with errors.recorded():
+        for file_slice in job.plan.slices:
+            output.write_slice(file_slice)
+    write_short_runs(job.plan.short_runs, output, ranks)
     output.exchange_edges()
     output.sync()
     output.close()
-    return [sums.shares() for sums in output.sums]
+    return [sums.terms() for sums in output.sums]
 
 
-def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T]:
-    """Return what all ranks have, or raise on all if one of them is in trouble; collective."""
-    told = ranks.all.all_gather_object((trouble.text, own))
-    if text := text_of_problems([problem for problem, _ in told]):
-        raise CheckpointError(f"{job.path}: the checkpoint was not written: {text}")
-    return [value for _, value in told]
-
-
-def _small_files(texts: Mapping[str, bytes], sums: Mapping[str, npt.NDArray[np.uint32]]) -> dict[str, bytes]:
-    """Return the content of the small files by name, with the checksums of all files."""
-    sums = {**sums, **{name: _sums_of(text) for name, text in texts.items() if name != STATE_FILE}}
-    checksums = _checksums(sums)
-    return {**texts, CHECKSUMS_FILE: checksums, STATE_FILE: sealed(texts[STATE_FILE], checksums)}
-
-
-def _sums_of(text: bytes) -> npt.NDArray[np.uint32]:
-    sums = BlockSums(len(text))
-    sums.add(0, memoryview(text))
-    return combined(len(text), [sums.shares()])
-
-
-def _checksums(sums: Mapping[str, npt.NDArray[np.uint32]]) -> bytes:
-    """Return a file of tensors of the blocks' checksums, one for each file."""
-    specs = [TensorSpec(name, torch.uint32, values.shape) for name, values in sums.items()]
+def _with_checksums(texts: Mapping[str, bytes], checksums: Mapping[str, Checksums]) -> dict[str, bytes]:
+    """Return the content of the small files by name, with `checksums.safetensors` and a sealed `state.json`."""
+    of_texts = {name: checksums_of(text) for name, text in texts.items() if name != STATE_FILE}
+    of_all = {**checksums, **of_texts}
+    specs = [TensorSpec(name, torch.uint32, values.shape) for name, values in of_all.items()]
     (file,) = lay_out(CHECKSUMS_FILE.removesuffix(".safetensors"), specs, {}, 1 << 62)
-    return file.header + b"".join(sums[name].astype("<u4").tobytes() for name in file.entries)
+    content = file.header + b"".join(of_all[name].astype("<u4").tobytes() for name in file.entries)
+    return {**texts, CHECKSUMS_FILE: content, STATE_FILE: sealed(texts[STATE_FILE], content)}

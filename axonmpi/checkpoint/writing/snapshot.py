@@ -1,67 +1,62 @@
-"""A copy of what this rank writes, made while the program trains.
+"""A copy of the values that this rank writes, made while the program trains.
 
-    save_checkpoint(blocking=False)     buffers and random states are copied
-    forward, backward                   meanwhile parameters and the optimizer's state are, on a thread
-    optimizer.step()                    waits until they are, and then changes them
+    save_checkpoint(blocking=False)     copies buffers and random states
+    forward, backward                   meanwhile a thread copies parameters and the optimizer's state
+    optimizer.step()                    waits until they are copied, and then changes them
     ...                                 the thread writes the copies
 
-Forward and backward change neither the optimizer's parameters nor its state: copies have the values of the call.
+Forward and backward change neither the optimizer's parameters nor its state, so the copies have the values of the
+call.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ...utils.device import device_at
-from ..parts.part import Piece
-from .output import CHUNK_BYTES, bytes_of, elements_of
-from .plan import Scattered, Share, Stretch
+from ..shards.tensor_shard import Piece
+from .local_plan import FileSlice, LocalPlan, ShortRuns
+from .output import bytes_of, chunks_of, elements_of
 
 
 class Snapshot:
-    """Copies of this rank's share of a checkpoint.
+    """Copies of the values of a plan.
 
     Args:
-        share: What the rank writes.
+        plan: The bytes that this rank writes.
 
     Attributes:
-        share: The same of the copies.
-        is_copied: Set when all values are in it.
+        plan: The same bytes, from the copies.
+        is_copied: Set when all values are copied.
     """
 
-    def __init__(self, share: Share) -> None:
-        self._pairs: list[tuple[Stretch, Tensor]] = [
-            (stretch, torch.empty(stretch.last - stretch.first, dtype=stretch.view.dtype, device="cpu"))
-            for stretch in share.stretches
+    def __init__(self, plan: LocalPlan) -> None:
+        self._slices: list[tuple[FileSlice, Tensor]] = [
+            (each, torch.empty(each.last - each.first, dtype=each.view.dtype, device="cpu")) for each in plan.slices
         ]
-        self._scattered: list[tuple[Scattered, Tensor]] = [
-            (one, torch.empty(one.piece.box.size, dtype=one.piece.view.dtype, device="cpu"))
-            for one in share.scattered
+        self._short_runs: list[tuple[ShortRuns, Tensor]] = [
+            (each, torch.empty(each.piece.subarray.size, dtype=each.piece.view.dtype, device="cpu"))
+            for each in plan.short_runs
         ]
-        self.share = Share(
-            [stretch._replace(view=copy, first=0, last=copy.numel()) for stretch, copy in self._pairs],
-            [one._replace(piece=Piece(one.piece.box, copy)) for one, copy in self._scattered],
+        self.plan = LocalPlan(
+            [each._replace(view=copy, first=0, last=copy.numel()) for each, copy in self._slices],
+            [each._replace(piece=Piece(each.piece.subarray, copy)) for each, copy in self._short_runs],
         )
         self.is_copied = threading.Event()
-        devices = {device_at(source.device) for source in self._sources()}
+        views = [each.view for each, _ in self._slices] + [each.piece.view for each, _ in self._short_runs]
+        devices = {device_at(view.device) for view in views}
         self._computed = [(device, device.record(device.current_stream())) for device in devices]
 
-    def _sources(self) -> Iterator[Tensor]:
-        yield from (stretch.view for stretch, _ in self._pairs)
-        yield from (one.piece.view for one, _ in self._scattered)
-
     def copy_now(self) -> None:
-        """Copy what may change before the optimizer steps; local."""
+        """Copy the values that may change before the optimizer steps; local."""
         self._copy(may_wait=False)
 
     def copy_rest(self) -> None:
-        """Copy everything else, when the device has computed what it was told before the call; local."""
+        """Copy the other values, after the device has finished the work that was queued before the save; local."""
         try:
             for device, event in self._computed:
                 device.block(event)
@@ -71,24 +66,18 @@ class Snapshot:
 
     @torch.no_grad()
     def _copy(self, *, may_wait: bool) -> None:
-        for stretch, copy in self._pairs:
-            if stretch.may_wait == may_wait:
-                _copy(stretch, copy)
-        for one, copy in self._scattered:
-            if one.may_wait == may_wait:
-                copy.copy_(one.piece.view)
+        for file_slice, copy in self._slices:
+            if file_slice.may_wait == may_wait:
+                _copy_slice(file_slice, copy)
+        for runs, copy in self._short_runs:
+            if runs.may_wait == may_wait:
+                copy.copy_(runs.piece.view)
 
 
-def _copy(stretch: Stretch, copy: Tensor) -> None:
-    """Copy in chunks, on this thread alone: torch would use all cores, which the program computes on."""
+def _copy_slice(file_slice: FileSlice, copy: Tensor) -> None:
+    """Copy in chunks, on this thread alone: torch would use all cores, on which the program computes."""
     target = np.asarray(bytes_of(copy))
-    for begin, source in _chunks(stretch):
+    for first, last in chunks_of(file_slice):
+        source = np.asarray(bytes_of(elements_of(file_slice.view, first, last)))
+        begin = (first - file_slice.first) * file_slice.view.itemsize
         np.copyto(target[begin : begin + len(source)], source)
-
-
-def _chunks(stretch: Stretch) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    size = stretch.view.itemsize
-    step = max(1, CHUNK_BYTES // size)
-    for first in range(stretch.first, stretch.last, step):
-        last = min(first + step, stretch.last)
-        yield (first - stretch.first) * size, np.asarray(bytes_of(elements_of(stretch.view, first, last)))

@@ -209,6 +209,6 @@ def test_checksums_of_pieces_are_those_of_blocks(seed, ranks):
     pieces = list(itertools.pairwise(cuts))
     for start, stop in generator.sample(pieces, len(pieces)):
         generator.choice(sums).add(start, memoryview(data)[start:stop])
-    found = combined(size, [one.shares() for one in sums])
+    found = combined(size, [one.terms() for one in sums])
     assert found.tolist() == [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
     assert found.dtype == np.uint32

@@ -181,6 +181,7 @@ def test_a_description_is_json_and_says_what_was_saved(trained):
 
 def big_checkpoint(path, **options):
     model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 256))  # 2 MiB, 1 MiB
+    model.config = {"layers": 2}
     ax.save_checkpoint(path, model, group=ALONE, **options)
 
 
@@ -204,6 +205,7 @@ DAMAGES = {
     "state": ("state.json", lambda path: path.write_text("{"), "damaged"),
     "index": ("model.safetensors.index.json", lambda path: path.write_text("{}"), "weight_map"),
     "checksums": ("checksums.safetensors", lambda path: path.unlink(), "No such file"),
+    "config": ("config.json", lambda path: flip(path, -3), "1 block of 1 (of 1 MiB: number 0) damaged"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What ranks write together, beside the safetensors package: tensors cut into boxes in any way."""
+"""What ranks write together, beside the safetensors package: tensors cut into subarrays in any way."""
 
 import json
 import os
@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoint_shards import job_for, ranks_on_two_nodes, shards_of, whole_tensors
 from helpers.checkpoints import assert_checksums, by_name, on_first
 from helpers.compare import assert_equal, refused
 from safetensors.torch import load_file
 
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import ranks_of
+from axonmpi.checkpoint.shards.subarrays import Subarray
+from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard
 from axonmpi.checkpoint.writing import job as jobs
 from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.checkpoint.writing.output import CHUNK_BYTES, Output
@@ -22,7 +22,7 @@ from axonmpi.errors import CheckpointError
 
 
 def job_of(world, path, tensors, seed):
-    return job_for(path, parts_of(world.rank, world.size, tensors, seed))
+    return job_for(path, shards_of(world.rank, world.size, tensors, seed))
 
 
 def check_file(path, tensors):
@@ -41,10 +41,10 @@ def test_any_division_of_tensors_gives_the_same_file(world, seed, copies, shared
     path, tensors = shared_tmp_path / "it", whole_tensors(seed)
     job = job_of(world, path, tensors, seed)
     if copies:
-        snapshot = Snapshot(job.share)
+        snapshot = Snapshot(job.plan)
         snapshot.copy_now()
         snapshot.copy_rest()
-        job = job._replace(share=snapshot.share)
+        job = job._replace(plan=snapshot.plan)
     write_checkpoint(job, ranks_of(world.default_group))
     assert sorted(os.listdir(path)) == ["checksums.safetensors", "model.safetensors", "state.json"]
     assert os.listdir(shared_tmp_path) == ["it"]
@@ -77,8 +77,8 @@ def test_ranks_of_two_nodes_write_no_page_together(world, seed, shared_tmp_path,
 def test_a_rank_keeps_few_edges_of_columns_that_two_nodes_share(world, shared_tmp_path, monkeypatch):
     path = shared_tmp_path / "it"
     tensor = torch.arange(3 << 20).view(-1, 512)  # 24 MiB; a rank has 2 KiB of a row
-    box = Box((0, 256 * world.rank), (len(tensor), 256))
-    job = job_for(path, [Part("it", tensor.shape, tensor.dtype, [Piece(box, tensor[box.slices])])])
+    subarray = Subarray((0, 256 * world.rank), (len(tensor), 256))
+    job = job_for(path, [TensorShard("it", tensor.shape, tensor.dtype, [Piece(subarray, tensor[subarray.slices])])])
     kept, exchange = [], Output.exchange_edges
 
     def measured(output):
@@ -152,14 +152,14 @@ def test_a_file_of_the_users_in_a_checkpoint_is_not_removed(world, small, tmp_pa
 
 @pytest.mark.ranks(1)
 def test_of_two_saves_with_one_path_the_second_is_refused(world, small, tmp_path, monkeypatch):
-    write_rest = jobs.write_scattered
+    write_rest = jobs.write_short_runs
 
     def another_comes(*args):
         monkeypatch.undo()
         refused(CheckpointError, (lambda: write_checkpoint(*small), "this process saves there already"))
         write_rest(*args)
 
-    monkeypatch.setattr(jobs, "write_scattered", another_comes)
+    monkeypatch.setattr(jobs, "write_short_runs", another_comes)
     write_checkpoint(*small)
     assert os.listdir(tmp_path) == ["it"]
     check_file(tmp_path / "it", {"a": torch.ones(5)})

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....checkpoint.agreed import Agreed, agree
-from ....checkpoint.catalogue import digests_of
 from ....checkpoint.files.tensor_file import TensorSpec
-from ....checkpoint.parts.boxes import Box
-from ....checkpoint.parts.holdings import ALONE, Copies, Holding
-from ....checkpoint.parts.part import Part, Piece
-from ....checkpoint.writing.plan import Share
+from ....checkpoint.global_plan import GlobalPlan, plan_writes
+from ....checkpoint.global_specs import digests_of
+from ....checkpoint.shards.parameter_placement import Placement
+from ....checkpoint.shards.subarrays import Subarray
+from ....checkpoint.shards.tensor_shard import Piece, Replicas, TensorShard
+from ....checkpoint.writing.local_plan import LocalPlan
 from ....fsdp.layout import Layout, by_elements
 from .states import build_model
 
@@ -30,7 +30,7 @@ _RANDOM_BYTES = 5056
 _FILE_BYTES = 50 * 10**9
 _TURNS = 5
 
-Parts = dict[str, list[Part]]
+Shards = dict[str, list[TensorShard]]
 
 
 class _Parameter(NamedTuple):
@@ -101,10 +101,10 @@ class _Rank:
             self._lists[rank] = pickle.dumps(_specs(self._parts(rank)))
         self._digests = self._told()
 
-    def plan(self, before: Agreed | None) -> tuple[Agreed, Share]:
+    def plan(self, before: GlobalPlan | None) -> tuple[GlobalPlan, LocalPlan]:
         """Find what this rank writes."""
         group: Any = self
-        return agree(group, self._parts(self.rank), self._notes, _FILE_BYTES, before)
+        return plan_writes(group, self._parts(self.rank), self._notes, _FILE_BYTES, before)
 
     def all_reduce(self, own: Tensor) -> None:
         """Leave the sum of bytes as it is: the ranks have nothing in common."""
@@ -119,7 +119,7 @@ class _Rank:
         return [own if rank == self.rank else pickle.loads(data) for rank, data in enumerate(self._lists)]
 
     def _told(self) -> Tensor:
-        """Return [ranks, bytes] digests: the same tensors within a kind, the same notes, other parts."""
+        """Return [ranks, bytes] digests: the same tensors within a kind, the same notes, other shards."""
         own = torch.frombuffer(bytearray(digests_of(self._parts(self.rank), self._notes)), dtype=torch.uint8)
         told = own.repeat(self.size, 1)
         kinds = {kind: number for number, kind in enumerate(set(self._kinds) - {self._kinds[self.rank]})}
@@ -129,21 +129,23 @@ class _Rank:
             told[rank, 32:] = torch.randint(256, (len(own) - 32,))
         return told
 
-    def _parts(self, rank: int) -> Parts:
-        made: Parts = {"model": [], "optimizer": []}
+    def _parts(self, rank: int) -> Shards:
+        made: Shards = {"model": [], "optimizer": []}
         for each in self._parameters:
             first, last = self._layout.part(each.place, rank)
             holders = self._layout.holders(each.place)
-            wholes = Copies(len(holders), holders.index(rank)) if rank in holders else ALONE
+            state_replicas = Replicas.among(holders, rank)
             size = (last - first,)
-            holding = Holding(each.name, each.shape, each.shape, (first, last), size, wholes=wholes)
+            placement = Placement(
+                each.name, each.shape, each.shape, (first, last), size, state_replicas=state_replicas
+            )
             memory = self._memory[: last - first]
-            made["model"].append(holding.part(memory))
+            made["model"].append(placement.shard(memory))
             if first < last:
-                made["optimizer"] += [holding.part(memory, key) for key in _STATE]
-                made["optimizer"].append(holding.part_of_all(self._count, "step"))
-        row = Piece(Box((rank, 0), (1, _RANDOM_BYTES)), self._row)
-        return {**made, "random": [Part("random.torch", (self.size, _RANDOM_BYTES), torch.uint8, [row])]}
+                made["optimizer"] += [placement.shard(memory, key) for key in _STATE]
+                made["optimizer"].append(placement.unsharded_state(self._count, "step"))
+        row = Piece(Subarray((rank, 0), (1, _RANDOM_BYTES)), self._row)
+        return {**made, "random": [TensorShard("random.torch", (self.size, _RANDOM_BYTES), torch.uint8, [row])]}
 
 
 def _held(layout: Layout, rank: int) -> tuple[bool, ...]:
@@ -151,5 +153,7 @@ def _held(layout: Layout, rank: int) -> tuple[bool, ...]:
     return tuple(rank in layout.holders(index) for index in range(len(layout.numels)))
 
 
-def _specs(parts: Parts) -> dict[str, list[TensorSpec]]:
-    return {kind: [TensorSpec(part.name, part.dtype, part.shape) for part in own] for kind, own in parts.items()}
+def _specs(shards: Shards) -> dict[str, list[TensorSpec]]:
+    return {
+        kind: [TensorSpec(shard.name, shard.dtype, shard.shape) for shard in own] for kind, own in shards.items()
+    }

@@ -1,4 +1,4 @@
-"""Parts of models: those of all ranks put together are the state dict of the whole model in plain torch."""
+"""Shards of models: those of all ranks put together are the state dict of the whole model in plain torch."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_parts import assembled, fill
+from helpers.checkpoint_shards import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_equal, refused
 from helpers.layouts import LAYOUTS, laid_out, whole_model
@@ -16,7 +16,7 @@ from helpers.transformer_parts import gpt2, llama
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.parts.model_parts import model_parts
+from axonmpi.checkpoint.shards.model_shards import model_shards
 from axonmpi.tensor import tensor_parallelize
 
 
@@ -27,19 +27,19 @@ def joined(world: ax.World, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(world: ax.World, model: nn.Module, expected: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Compare the parts of all ranks with a state dict, of whose tied tensors each is there once; collective."""
-    found = model_parts(model, world.default_group)
+    """Compare the shards of all ranks with a state dict, of whose tied tensors each is there once; collective."""
+    found = model_shards(model, world.default_group)
     with found.stable():
-        tensors = assembled(world, found.parts)
+        tensors = assembled(world, found.shards)
     assert joined(world, found.aliases) == aliases
     assert_equal(by_name(tensors), {name: expected[name] for name in sorted({*expected} - {*aliases})})
 
 
 def check_loading(world: ax.World, model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Write values to the parts of all ranks, and find them again; collective."""
-    found = model_parts(model, world.default_group)
+    """Write values to the shards of all ranks, and find them again; collective."""
+    found = model_shards(model, world.default_group)
     with found.stable():
-        fill(found.parts, values)
+        fill(found.shards, values)
         found.loaded(found.extra)
     check(world, model, values, joined(world, found.aliases))
 
@@ -59,9 +59,9 @@ def test_every_layout_has_the_whole_model_in_parts(world: ax.World, layout: str,
     expected = whole_model(tied=tied)
     aliases = {"head.weight": "embedding.weight"} if tied else {}
     check(world, laid.model, expected.state_dict(), aliases)
-    found = model_parts(laid.model, world.default_group)
+    found = model_shards(laid.model, world.default_group)
     may_wait = {name for name, parameter in expected.named_parameters() if parameter.dim()}
-    assert {part.name for part in found.parts if part.is_split} <= may_wait
+    assert {shard.name for shard in found.shards if shard.is_split} <= may_wait
     assert found.config == (None if isinstance(laid.model, ax.Pipeline) else expected.config)
     assert not found.extra
 
@@ -105,12 +105,12 @@ def test_a_model_computes_with_what_was_loaded(
     with new_group(world) as group:
         model = ax.FSDP(built(TiedBlocks), process_group=group, sharding_strategy=strategy)
         model(tokens).sum().backward()
-        parts = model_parts(model, group)
-        with parts.stable():
-            fill(parts.parts, other.state_dict())
-            parts.loaded()
+        shards = model_shards(model, group)
+        with shards.stable():
+            fill(shards.shards, other.state_dict())
+            shards.loaded({})
         torch.testing.assert_close(model(tokens), other(tokens))
-        with model.full_parameters():  # parts are those of the shards also where users see whole ones
+        with model.full_parameters():  # shards are those of the shards also where users see whole ones
             check(world, model, other.state_dict(), TIES)
 
 
@@ -136,7 +136,7 @@ def test_models_of_transformers(world: ax.World, name: str, wrap: str) -> None:
     aliases = {"lm_head.weight": "transformer.wte.weight"} if name == "gpt2" else {}
     check(world, model, plain.state_dict(), aliases)
     check_loading(world, model, changed(plain.state_dict()))
-    config = model_parts(model, world.default_group).config
+    config = model_shards(model, world.default_group).config
     expected = {**plain.config.to_dict(), "architectures": [type(plain).__name__]}
     assert type(plain.config).from_dict(config).to_dict() == expected
 
@@ -220,7 +220,7 @@ def test_configurations(world: ax.World, config: Any, expected: Any) -> None:
     model = nn.Linear(2, 2)
     model.config = config
     for each in (model, ax.DDP(model)):
-        assert model_parts(each, world.default_group).config == expected
+        assert model_shards(each, world.default_group).config == expected
 
 
 def sparse() -> nn.Module:
@@ -242,7 +242,7 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_a_file_cannot_hold_is_an_error_on_all_ranks(world: ax.World, mistake: str) -> None:
     make, message = MISTAKES[mistake]
     model = make() if world.rank else nn.Linear(2, 2)
-    refused(ValueError, (lambda: model_parts(model, world.default_group), f"rank 1.*{message}|{message}"))
+    refused(ValueError, (lambda: model_shards(model, world.default_group), f"rank 1.*{message}|{message}"))
 
 
 @pytest.mark.ranks(2)
@@ -252,6 +252,9 @@ def test_models_that_are_no_model_of_their_ranks_are_refused(world: ax.World) ->
     pipeline = nn.Sequential(ax.Pipeline.from_modules([nn.Linear(2, 2), nn.Linear(2, 2)]))
     refused(
         ValueError,
-        (lambda: model_parts(layers, world.default_group), "expected parallel layers that all belong to one group"),
-        (lambda: model_parts(pipeline, world.default_group), "'0' in it is a Pipeline: give the pipeline itself"),
+        (
+            lambda: model_shards(layers, world.default_group),
+            "expected parallel layers that all belong to one group",
+        ),
+        (lambda: model_shards(pipeline, world.default_group), "'0' in it is a Pipeline: give the pipeline itself"),
     )

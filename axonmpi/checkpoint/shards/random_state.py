@@ -1,11 +1,11 @@
-"""The ranks' random states, as rows of a tensor for each generator.
+"""Random states of the ranks: a tensor for each generator, with a row for each rank.
 
     random.torch     [W, 5056]     torch's default generator of the CPU
-    random.cuda      [W, 16]       that of the rank's GPU
-    random.python    [W, 2510]     the one of the module `random`: version, 625 words, the next normal deviate
-    random.numpy     [W, 2507]     numpy's global one: 624 words, the place in them, the next normal deviate
+    random.cuda      [W, 16]       the generator of the rank's GPU
+    random.python    [W, 2510]     of the module `random`: version, 625 words, the next normal deviate
+    random.numpy     [W, 2507]     numpy's global one: 624 words, the index in them, the next normal deviate
 
-All of them are bytes. Generators that a program makes by itself are its own to save.
+All of them are bytes. Generators that a program makes are left to the program.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from torch import Tensor
 from ...groups.process_group import ProcessGroup
 from ...utils.device import device_at
 from ..files.tensor_file import TensorSpec
-from .boxes import Box
-from .part import Part, Piece
+from .subarrays import Subarray
+from .tensor_shard import Piece, TensorShard
 
 _PYTHON = struct.Struct("<B625I?d")
 _NUMPY = struct.Struct("<624IH?d")
 
 
-def random_parts(group: ProcessGroup) -> list[Part]:
+def random_shards(group: ProcessGroup) -> list[TensorShard]:
     """Copy this rank's random states; local.
 
     Args:
         group: All ranks.
 
     Raises:
-        ValueError: numpy's global generator is another one than it is by default.
+        ValueError: numpy's global generator is not the default one.
     """
     generators = _generators(group)
     return [_row(name, read(), group) for name, (read, _) in generators.items()]
 
 
-def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tuple[list[Part], Callable[[], None]]:
+def prepare_random(
+    group: ProcessGroup, specs: Mapping[str, TensorSpec]
+) -> tuple[list[TensorShard], Callable[[], None]]:
     """Allocate memory for this rank's saved random states; local.
 
-    Ranks beyond those that were saved keep their own states, and so do generators that were not saved.
+    Ranks and generators without a saved state keep their own.
 
     Args:
-        group: All ranks, as many as there are now.
+        group: All ranks.
         specs: The saved tensors by name.
 
     Returns:
-        Parts to be filled, and a function that sets the generators to them.
+        Shards to read into, and a function that sets the generators afterwards.
 
     Raises:
-        ValueError: A state is not that of this generator.
+        ValueError: A saved state is of another generator.
     """
-    parts: list[Part] = []
+    shards: list[TensorShard] = []
     found: list[tuple[Callable[[Tensor], None], Tensor]] = []
     for name, (read, write) in _generators(group).items():
         spec = specs.get(name)
@@ -69,25 +71,25 @@ def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tupl
                 f"{name}: expected rows of {own.numel()} bytes, got {spec.dtype} {list(spec.shape)}: it was saved "
                 "with another version, or is no random state"
             )
-        part = _row(name, torch.empty_like(own), group, spec.shape[0])
-        parts.append(part)
-        found.append((write, part.pieces[0].view[0]))
+        shard = _row(name, torch.empty_like(own), group, spec.shape[0])
+        shards.append(shard)
+        found.append((write, shard.pieces[0].view[0]))
 
     def restore() -> None:
         for write, row in found:
             write(row.clone())
 
-    return parts, restore
+    return shards, restore
 
 
-def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None) -> Part:
+def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None) -> TensorShard:
     shape = (group.size if rows is None else rows, state.numel())
-    piece = Piece(Box((group.rank, 0), (1, state.numel())), state[None])
-    return Part(name, shape, torch.uint8, [piece], is_split=False)
+    piece = Piece(Subarray((group.rank, 0), (1, state.numel())), state[None])
+    return TensorShard(name, shape, torch.uint8, [piece], is_split=False)
 
 
 def _generators(group: ProcessGroup) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Return how the states of generators are read and set, by name."""
+    """Return by name a function that reads a generator's state and one that sets it."""
     own, cpu = device_at(group.backend.place), device_at(torch.device("cpu"))
     found = {"random.torch": (cpu.random_state, cpu.set_random_state)}
     if own.is_asynchronous:
@@ -110,7 +112,7 @@ def _numpy_state() -> Tensor:
     if state["bit_generator"] != "MT19937":
         raise ValueError(
             f"numpy's global generator is a {state['bit_generator']}, expected the MT19937 that it is by default: "
-            "a checkpoint has no place for others"
+            "a checkpoint has no room for others"
         )
     words, place = state["state"]["key"], state["state"]["pos"]
     return _bytes(_NUMPY.pack(*words.tolist(), place, bool(state["has_gauss"]), state["gauss"]))

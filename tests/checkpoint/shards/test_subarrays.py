@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonmpi.checkpoint.parts.boxes import Box, boxes_of_range
+from axonmpi.checkpoint.shards.subarrays import Subarray, subarrays_of_range
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -15,23 +15,28 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
     last = data.draw(st.integers(0, count))
     first = data.draw(st.integers(0, last))
     whole = np.arange(count).reshape(shape)
-    boxes = boxes_of_range(shape, first, last)
-    assert [element for box in boxes for element in whole[box.slices].ravel()] == list(range(first, last))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    assert all(box.is_contiguous_in(shape) and whole[box.start] == box.first_in(shape) for box in boxes)
+    subarrays = subarrays_of_range(shape, first, last)
+    assert [element for subarray in subarrays for element in whole[subarray.slices].ravel()] == list(
+        range(first, last)
+    )
+    assert len(subarrays) <= max(1, 2 * len(shape) - 1)
+    assert all(
+        subarray.run_in(shape) == subarray.numel and whole[subarray.start] == subarray.offset_in(shape)
+        for subarray in subarrays
+    )
 
 
 @given(shapes.filter(bool), st.data())
 def test_what_boxes_have_in_common(shape, data):
-    def box():
+    def subarray():
         start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
-        return Box(
+        return Subarray(
             start, tuple(data.draw(st.integers(1, extent - at)) for at, extent in zip(start, shape, strict=True))
         )
 
-    one, other = box(), box()
+    one, other = subarray(), subarray()
     whole = np.arange(np.prod(shape)).reshape(shape)
-    common = one.meet(other)
+    common = one.intersection(other)
     expected = np.intersect1d(whole[one.slices], whole[other.slices])
     found = np.array([], dtype=int) if common is None else whole[one.slices][common.within(one).slices].ravel()
     assert sorted(found) == list(expected)

@@ -1,4 +1,4 @@
-"""Parts of tensors as checkpoints have them: cut into boxes in any way, dealt out to ranks, put together again."""
+"""Shards of tensors for tests: cut into subarrays at random, dealt out to ranks, put together again."""
 
 import collections
 import random
@@ -11,11 +11,11 @@ from torch import Tensor
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out
-from axonmpi.checkpoint.parts.boxes import Box
-from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import CheckpointRanks
+from axonmpi.checkpoint.shards.subarrays import Subarray
+from axonmpi.checkpoint.shards.tensor_shard import UNREPLICATED, Piece, Replicas, TensorShard
 from axonmpi.checkpoint.writing.job import Job
-from axonmpi.checkpoint.writing.plan import places_in, share_of
+from axonmpi.checkpoint.writing.local_plan import local_plan_of, locations_in
 from axonmpi.groups.world import partition_group
 
 SHAPES = {
@@ -38,58 +38,57 @@ def whole_tensors(seed):
     }
 
 
-def cut(box, count, chance):
-    """Cut a box into about as many, along any dimensions."""
-    boxes = [box]
+def cut(subarray, count, chance):
+    """Cut a subarray into about as many, along any dimensions."""
+    subarrays = [subarray]
     for _ in range(20 * count):
-        if len(boxes) >= count:
+        if len(subarrays) >= count:
             break
-        index = max(range(len(boxes)), key=lambda at: boxes[at].numel)
-        dim = chance.randrange(len(box.size)) if box.size else 0
-        if not box.size or boxes[index].size[dim] < 2:
+        index = max(range(len(subarrays)), key=lambda at: subarrays[at].numel)
+        dim = chance.randrange(len(subarray.size)) if subarray.size else 0
+        if not subarray.size or subarrays[index].size[dim] < 2:
             continue
-        one = boxes.pop(index)
+        one = subarrays.pop(index)
         at = chance.randrange(1, one.size[dim])
         for first, size in ((0, at), (at, one.size[dim] - at)):
             start = (*one.start[:dim], one.start[dim] + first, *one.start[dim + 1 :])
-            boxes.append(Box(start, (*one.size[:dim], size, *one.size[dim + 1 :])))
-    return boxes
+            subarrays.append(Subarray(start, (*one.size[:dim], size, *one.size[dim + 1 :])))
+    return subarrays
 
 
-def memory_of(tensor, box):
-    """Return the values of a box in memory of some strides."""
-    values = tensor[box.slices].clone()
-    if values.dim() > 1 and box.numel % 2:
+def memory_of(tensor, subarray):
+    """Return the values of a subarray in memory of some strides."""
+    values = tensor[subarray.slices].clone()
+    if values.dim() > 1 and subarray.numel % 2:
         values = values.transpose(0, 1).contiguous().transpose(0, 1)
     return values
 
 
-def parts_of(rank, size, tensors, seed):
-    """Cut each tensor into boxes, and give each box to one rank, or the tensor to all ranks."""
+def shards_of(rank, size, tensors, seed):
+    """Cut each tensor into subarrays, and give each subarray to one rank, or the tensor to all ranks."""
     chance = random.Random(seed)
-    parts = []
+    shards = []
     for name, tensor in tensors.items():
         copied = chance.random() < 0.3
-        boxes = cut(Box.whole(tensor.shape), chance.randrange(1, 9), chance)
-        owners = [chance.randrange(size) for _ in boxes]
+        subarrays = cut(Subarray.full(tensor.shape), chance.randrange(1, 9), chance)
+        owners = [chance.randrange(size) for _ in subarrays]
         pieces = [
-            Piece(box, memory_of(tensor, box))
-            for box, owner in zip(boxes, owners, strict=True)
+            Piece(subarray, memory_of(tensor, subarray))
+            for subarray, owner in zip(subarrays, owners, strict=True)
             if copied or owner == rank
         ]
-        copies, copy = (size, rank) if copied else (1, 0)
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, pieces, copies, copy))
-    return parts
+        replicas = Replicas(size, rank) if copied else UNREPLICATED
+        shards.append(TensorShard(name, tuple(tensor.shape), tensor.dtype, pieces, replicas))
+    return shards
 
 
 STATE = b'{"any": "thing"}'
 
 
-def job_for(path, parts, max_file_size=1 << 40):
-    files = {"model": lay_out("model", [TensorSpec(p.name, p.dtype, p.shape) for p in parts], {}, max_file_size)}
-    places = places_in(files)
-    share = share_of([(part, places["model", part.name]) for part in parts], 1, 0)
-    return Job(path, files["model"], share, share.nbytes, {"state.json": STATE})
+def job_for(path, shards, max_file_size=1 << 40):
+    files = {"model": lay_out("model", [TensorSpec(p.name, p.dtype, p.shape) for p in shards], {}, max_file_size)}
+    plan = local_plan_of({"model": shards}, locations_in(files), {"model": UNREPLICATED})
+    return Job(path, files["model"], plan, plan.nbytes, {"state.json": STATE})
 
 
 def ranks_on_two_nodes(world: ax.World) -> CheckpointRanks:
@@ -103,35 +102,34 @@ def ranks_on_two_nodes(world: ax.World) -> CheckpointRanks:
 
 
 class Described(NamedTuple):
-    """A part with its values, which can be sent."""
+    """A shard with its values, which can be sent."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]
-    copies: int
-    copy: int
+    replicas: Replicas
     is_split: bool
 
 
-def assembled(world: ax.World, parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Put the parts of all ranks together; collective.
+def assembled(world: ax.World, shards: Iterable[TensorShard]) -> dict[str, Tensor]:
+    """Put the shards of all ranks together; collective.
 
     Checked on the way: ranks with the same elements have the same values, and every element is that of each number
     from 0 to the number of ranks that have it, once. Ranks with all of these parts alike count as replicas.
     """
     own = [
         Described(
-            *(part.name, part.shape, part.dtype),
-            [(piece.box.start, piece.box.size, piece.view.clone()) for piece in part.pieces],
-            *(part.copies, part.copy, part.is_split),
+            *(shard.name, shard.shape, shard.dtype),
+            [(piece.subarray.start, piece.subarray.size, piece.view.clone()) for piece in shard.pieces],
+            *(shard.replicas, shard.is_split),
         )
-        for part in parts
+        for shard in shards
     ]
     assert len({each.name for each in own}) == len(own), "a name comes twice"
     everywhere: Sequence[Sequence[Described]] = world.default_group.all_gather_object(own)
     layouts = [
-        [(each.name, [piece[:2] for piece in each.pieces], each.copies, each.copy) for each in of_rank]
+        [(each.name, [piece[:2] for piece in each.pieces], each.replicas) for each in of_rank]
         for of_rank in everywhere
     ]
     found = collections.defaultdict(list)
@@ -147,27 +145,29 @@ def _joined(name: str, of_ranks: Sequence[tuple[Described, int, int]]) -> Tensor
     whole = torch.zeros(shape, dtype=dtype).numpy()
     numbers, most = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)  # a bit for each number
     for each, count, number in of_ranks:
-        bit = 1 << (each.copy * count + number)
+        bit = 1 << (each.replicas.rank * count + number)
         for start, size, view in each.pieces:
             assert (tuple(view.shape), view.dtype) == (size, dtype), name
             index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             assert np.all((numbers[index] == 0) | (whole[index] == view.numpy())), f"{name}: ranks differ"
             assert not np.any(numbers[index] & bit), f"{name}: two ranks have one number"
-            assert np.all((most[index] == 0) | (most[index] == each.copies * count)), f"{name}: copies differ"
+            assert np.all((most[index] == 0) | (most[index] == each.replicas.size * count)), (
+                f"{name}: copies differ"
+            )
             whole[index] = view.numpy()
             numbers[index] |= bit
-            most[index] = each.copies * count
+            most[index] = each.replicas.size * count
     assert np.all((1 << most) - 1 == numbers), f"{name}: a number is missing"
     assert np.all(most), f"{name}: nobody has some of it"
     return torch.from_numpy(whole)
 
 
-def fill(parts: Iterable[Part], tensors: Mapping[str, Tensor]) -> None:
-    """Write whole tensors to this rank's parts of them."""
+def fill(shards: Iterable[TensorShard], tensors: Mapping[str, Tensor]) -> None:
+    """Write whole tensors to this rank's shards of them."""
     with torch.no_grad():
-        for part in parts:
-            assert (part.shape, part.dtype) == (tuple(tensors[part.name].shape), tensors[part.name].dtype), (
-                part.name
+        for shard in shards:
+            assert (shard.shape, shard.dtype) == (tuple(tensors[shard.name].shape), tensors[shard.name].dtype), (
+                shard.name
             )
-            for piece in part.pieces:
-                piece.view.copy_(tensors[part.name][piece.box.slices])
+            for piece in shard.pieces:
+                piece.view.copy_(tensors[shard.name][piece.subarray.slices])

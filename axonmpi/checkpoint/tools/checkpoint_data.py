@@ -1,7 +1,7 @@
-"""What a file or folder of any known format has, in the terms of a checkpoint: tensors by name, and a few values.
+"""The content of a file or folder of any known format, as a checkpoint has it: tensors by name, and a few values.
 
-checkpoint, .safetensors, .pt     tensors are views of the mapped files: their pages are read when they are needed
-PyTorch DCP                       tensors are on the meta device until `fetch` reads them
+checkpoint, .safetensors, .pt     tensors are views of the mapped files, whose pages are read when they are used
+PyTorch DCP                       tensors are on the meta device until `fetch` reads their values
 """
 
 from __future__ import annotations
@@ -28,35 +28,31 @@ from ..files.values import decoded
 Format = Literal["checkpoint", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[int, int], None]
-"""Is told how many bytes are done, and of how many."""
+"""Called with the number of bytes that are done, and of all bytes."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DCP_METADATA = ".metadata"
 
 
-def _as_it_is(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list(tensors)
-
-
 @dataclass
-class Material:
-    """What there is.
+class CheckpointData:
+    """The content of a file or folder.
 
     Attributes:
-        format: Of the file or folder that it was read from.
+        format: Of the file or folder.
         files: Names and bytes of the files.
         model: Tensors of the model by name, each once.
-        aliases: Other names of tied tensors, and the names that they have in `model`.
-        extra_state: What modules return from `get_extra_state()`, if it is no tensor, by name.
-        config: Of the model, as `config.json` has it.
+        aliases: Name in `model` by further name, for tied tensors.
+        extra_state: Values from `get_extra_state()` that are no tensors, by name.
+        config: Of the model, as in `config.json`.
         optimizer: Tensors of the optimizer's state, as `"blocks.0.weight.exp_avg"`.
-        optimizer_state: The rest of it, as `state.json` has it; None without an optimizer.
+        optimizer_state: Its other values, as in `state.json`; None without an optimizer.
         random: Tensors of the ranks' random states.
-        values: `step`, `epoch`, `scheduler`, `scaler`, `sampler` and `extra`, as far as they are known.
+        values: Those of `step`, `epoch`, `scheduler`, `scaler`, `sampler` and `extra` that are known.
         layout: The ranks that saved it.
         versions: Of the programs that saved it.
-        left_out: What is in the file and has no place here, in words.
-        fetch: Returns some of these very tensors with their values.
+        left_out: Descriptions of content that no checkpoint has.
+        fetch: Returns tensors of this object with their values.
     """
 
     format: Format
@@ -72,7 +68,7 @@ class Material:
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    fetch: Callable[[Iterable[Tensor]], list[Tensor]] = _as_it_is
+    fetch: Callable[[Iterable[Tensor]], list[Tensor]] = list
 
     @property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -86,10 +82,10 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def format_of(path: Path) -> Format:
-    """Say of which format a file or folder is, by its name and by what is in it; local.
+    """Return the format of a file or folder, by its name and its files; local.
 
     Raises:
-        CheckpointError: There is none, or it is of none of them.
+        CheckpointError: There is no such file or folder, or its format is unknown.
     """
     if path.is_file():
         if path.suffix == ".safetensors":
@@ -110,40 +106,38 @@ def format_of(path: Path) -> Format:
         raise CheckpointError(
             f"{path}: expected a folder with {STATE_FILE}, {DCP_METADATA} or .safetensors files, found neither"
         )
-    read_contents(path)  # says what is missing
+    read_contents(path)  # raises an error that names the missing file
     raise AssertionError
 
 
 def files_in(folder: Path) -> list[tuple[str, int]]:
-    """Return the names and sizes of a folder's files, those in its folders left out."""
+    """Return the names and sizes of a folder's files, inner folders left out."""
     return sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
 
 
-def from_safetensors(path: Path) -> Material:
+def from_safetensors(path: Path) -> CheckpointData:
     """Read a checkpoint, a folder of `transformers`, or a single `.safetensors` file; local.
 
     Raises:
         CheckpointError: It is damaged.
     """
     contents = read_contents(path)
-    made = Material("checkpoint" if contents.state else "safetensors")
-    made.files = [(path.name, path.stat().st_size)] if path.is_file() else files_in(contents.folder)
-    made.model, made.optimizer, made.random = (_mapped(contents, kind) for kind in ("model", "optimizer", "random"))
+    data = CheckpointData("checkpoint" if contents.state else "safetensors")
+    data.files = [(path.name, path.stat().st_size)] if path.is_file() else files_in(contents.folder)
+    data.model, data.optimizer, data.random = (_mapped(contents, kind) for kind in ("model", "optimizer", "random"))
     if path.is_dir():
-        made.config = _config_in(contents.folder)
+        data.config = _config_in(contents.folder)
     if contents.state:
-        _take_state(made, contents.state)
-    return made
+        _add_state(data, contents.state)
+    return data
 
 
-def _take_state(made: Material, state: Mapping[str, Any]) -> None:
-    made.values = {
-        key: decoded(state.get(key)) for key in ("step", "epoch", "scheduler", "scaler", "sampler", "extra")
-    }
-    made.layout, made.versions = dict(state.get("layout", {})), dict(state.get("versions", {}))
-    of_model = state.get("model", {})
-    made.aliases, made.extra_state = dict(of_model.get("aliases", {})), decoded(of_model.get("extra", {}))
-    made.optimizer_state = state.get("optimizer")
+def _add_state(data: CheckpointData, state: Mapping[str, Any]) -> None:
+    keys = ("step", "epoch", "scheduler", "scaler", "sampler", "extra")
+    data.values = {key: decoded(state[key]) for key in keys}
+    data.layout, data.versions = state["layout"], state["versions"]
+    data.aliases, data.extra_state = state["model"]["aliases"], decoded(state["model"]["extra"])
+    data.optimizer_state = state["optimizer"]
 
 
 def _config_in(folder: Path) -> dict[str, Any] | None:
@@ -156,25 +150,25 @@ def _config_in(folder: Path) -> dict[str, Any] | None:
 
 
 def _mapped(contents: Contents, kind: str) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for file in contents.files[kind]
-        for name, tensor in _tensors_in(contents.folder / file.name, file).items()
-    }
+    """Return the tensors in the files of a kind, as views of the mapped files."""
+    tensors: dict[str, Tensor] = {}
+    for file in contents.files[kind]:
+        tensors |= _tensors_in(contents.folder / file.name, file)
+    return tensors
 
 
 def _tensors_in(path: Path, file: TensorFile) -> dict[str, Tensor]:
     """Map a file, and return its tensors, each with a storage of its own."""
     with path.open("rb") as opened:
-        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, or torch warns
-    return {name: _view(data, entry.start, *entry.spec[1:]) for name, entry in file.entries.items()}
+        content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, or torch warns
+    return {name: _view(content, entry.start, *entry.spec[1:]) for name, entry in file.entries.items()}
 
 
-def _view(data: Any, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _view(content: Any, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    elements = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
-    if start % dtype.itemsize:  # as other tools may leave them
+    elements = torch.frombuffer(content, dtype=torch.uint8, count=nbytes, offset=start)
+    if start % dtype.itemsize:  # not aligned, as in files of other tools
         elements = elements.clone()
     return elements.view(dtype).view(shape)

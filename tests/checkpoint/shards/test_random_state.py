@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_parts import fill
+from helpers.checkpoint_shards import fill
 from helpers.compare import refused
 from torch import Tensor
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec
-from axonmpi.checkpoint.parts.random_state import prepare_random, random_parts
+from axonmpi.checkpoint.shards.random_state import prepare_random, random_shards
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,13 @@ def drawn() -> list[float]:
 def test_the_same_numbers_come_again(world: ax.World, advance: int) -> None:
     for _ in range(advance):
         drawn()
-    parts = random_parts(world.default_group)
-    assert [(part.name, part.shape[0], part.dtype, part.is_split) for part in parts] == [
+    shards = random_shards(world.default_group)
+    assert [(shard.name, shard.shape[0], shard.dtype, shard.is_split) for shard in shards] == [
         (name, 1, torch.uint8, False) for name in ("random.torch", "random.python", "random.numpy")
     ]
-    assert all(part.pieces[0].box.size == part.pieces[0].view.shape == part.shape for part in parts)
+    assert all(shard.pieces[0].subarray.size == shard.pieces[0].view.shape == shard.shape for shard in shards)
     expected = [drawn(), drawn()]
-    tensors = {part.name: part.pieces[0].view.clone() for part in parts}
+    tensors = {shard.name: shard.pieces[0].view.clone() for shard in shards}
     into, restore = prepare_random(world.default_group, specs_of(tensors))
     fill(into, tensors)
     assert [drawn(), drawn()] != expected
@@ -59,14 +59,14 @@ def specs_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
 def test_each_rank_has_its_row(world: ax.World) -> None:
     """Ranks beyond those that were saved have none, and go on with what they have."""
     group = world.default_group
-    parts = random_parts(group)
-    assert {(part.shape[0], part.pieces[0].box.start) for part in parts} == {(3, (group.rank, 0))}
-    saved = {part.name: torch.zeros(2, part.shape[1], dtype=torch.uint8) for part in parts}
+    shards = random_shards(group)
+    assert {(shard.shape[0], shard.pieces[0].subarray.start) for shard in shards} == {(3, (group.rank, 0))}
+    saved = {shard.name: torch.zeros(2, shard.shape[1], dtype=torch.uint8) for shard in shards}
     into, _ = prepare_random(group, specs_of(saved))
-    assert {part.name for part in into} == (saved.keys() if group.rank < 2 else set())
-    assert all(part.pieces[0].box.start == (group.rank, 0) for part in into)
+    assert {shard.name for shard in into} == (saved.keys() if group.rank < 2 else set())
+    assert all(shard.pieces[0].subarray.start == (group.rank, 0) for shard in into)
     del saved["random.numpy"]
-    assert {part.name for part in prepare_random(group, specs_of(saved))[0]} <= saved.keys()
+    assert {shard.name for shard in prepare_random(group, specs_of(saved))[0]} <= saved.keys()
 
 
 @pytest.mark.ranks(1)
@@ -80,4 +80,4 @@ def test_states_of_something_else_are_refused(world: ax.World) -> None:
         ),
     )
     np.random.set_bit_generator(np.random.PCG64(1))
-    refused(ValueError, (lambda: random_parts(group), "global generator is a PCG64, expected the MT19937"))
+    refused(ValueError, (lambda: random_shards(group), "global generator is a PCG64, expected the MT19937"))

@@ -1,4 +1,4 @@
-"""Parts of an optimizer's state: beside plain torch, and given to the optimizer of another layout."""
+"""Shards of an optimizer's state: beside plain torch, and given to the optimizer of another layout."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_parts import assembled, fill
+from helpers.checkpoint_shards import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_close, assert_equal, refused
 from helpers.layouts import LAYOUTS, OPTIMIZERS, laid_out, optimizer_for, train_alone, whole_model
@@ -19,21 +19,21 @@ from helpers.steps import optimizer_of, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.catalogue import merged
 from axonmpi.checkpoint.files.tensor_file import TensorSpec
 from axonmpi.checkpoint.files.values import decoded
-from axonmpi.checkpoint.parts.model_parts import model_parts
-from axonmpi.checkpoint.parts.optimizer_parts import optimizer_parts, prepare_optimizer
+from axonmpi.checkpoint.global_specs import merged
+from axonmpi.checkpoint.shards.model_shards import model_shards
+from axonmpi.checkpoint.shards.optimizer_shards import optimizer_shards, prepare_optimizer
 
 MANNER = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 def saved(world: ax.World, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Any]:
     """Put the tensors together that all ranks have of both, and send the rest through JSON; collective."""
-    found = model_parts(model, world.default_group)
+    found = model_shards(model, world.default_group)
     with found.stable():
-        own = optimizer_parts(optimizer, found)
-        tensors = {**assembled(world, found.parts), **assembled(world, own.parts)}
+        own = optimizer_shards(optimizer, found)
+        tensors = {**assembled(world, found.shards), **assembled(world, own.shards)}
     return tensors, json.loads(json.dumps(merged(world.default_group.all_gather_object(own.state))))
 
 
@@ -41,18 +41,18 @@ def load(
     world: ax.World, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Any
 ) -> None:
     """Give a model and an optimizer whole tensors; collective."""
-    found = model_parts(model, world.default_group)
+    found = model_shards(model, world.default_group)
     with found.stable():
-        fill([part for part in found.parts if part.name in tensors], tensors)
+        fill([shard for shard in found.shards if shard.name in tensors], tensors)
         specs = {
             name: TensorSpec(name, value.dtype, tuple(value.shape))
             for name, value in tensors.items()
             if name not in model.state_dict() and name.rpartition(".")[0] in state["parameters"]
         }
-        parts, give = prepare_optimizer(optimizer, found, specs, state)
-        fill(parts, tensors)
+        shards, give = prepare_optimizer(optimizer, found, specs, state)
+        fill(shards, tensors)
         give()
-        found.loaded()
+        found.loaded({})
 
 
 def of_one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -122,9 +122,9 @@ def test_each_optimizer_goes_on(world: ax.World, case: str) -> None:
     load(world, second, optimizer, tensors, state)
     for number in (2, 3):
         usual_step(second, optimizer, own_data(second, world, number))
-    found = model_parts(second, world.default_group)
+    found = model_shards(second, world.default_group)
     with found.stable():
-        assert_close(assembled(world, found.parts), plain.state_dict())
+        assert_close(assembled(world, found.shards), plain.state_dict())
 
 
 @pytest.mark.ranks(2)
@@ -210,16 +210,16 @@ def test_state_that_a_file_cannot_hold(world: ax.World) -> None:
     for model, optimizer, message in (
         (plain, keeping(plain, {1, 2}), f"{of_scale}: a checkpoint holds None, .* got set"),
         (plain, keeping(plain, [torch.zeros(9999)]), f"{of_scale}.* at most 4096 elements, got 9999"),
-        (sharded, keeping(sharded, torch.zeros(3, 2)), r"keeps for '.*' has shape \[3, 2\], and this rank's part"),
-        (plain, rule, "option 'rule' of SGD: a checkpoint holds .* got builtin"),
+        (sharded, keeping(sharded, torch.zeros(3, 2)), r"keeps for '.*' has shape \[3, 2\], and this rank's shard"),
+        (plain, rule, "SGD's option 'rule': a checkpoint holds .* got builtin"),
         (plain, torch.optim.LBFGS(plain.parameters()), "LBFGS keeps vectors over all parameters"),
         (plain, optimizer_of("SGD")(sharded), "group 0 has a parameter of shape .* that is not of this model"),
         (plain, number, "SGD keeps state under 7 for 'scale', expected a text"),
         (plain, text, "SGD keeps state for 'all', which is none of its parameters"),
     ):
-        found = model_parts(model, world.default_group)
+        found = model_shards(model, world.default_group)
         with found.stable(), pytest.raises(ValueError, match=message):
-            optimizer_parts(optimizer, found)
+            optimizer_shards(optimizer, found)
 
 
 def halves(model: nn.Module) -> torch.optim.Optimizer:
