@@ -34,8 +34,8 @@ from ..launch.page import Phase
 from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
-from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
+from ..wrapping.gradient_hooks import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
+from ..wrapping.nested import hook_gradient
 from ..wrapping.optimizer_hooks import mark_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets

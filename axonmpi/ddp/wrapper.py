@@ -24,7 +24,7 @@ from ..launch.page import Phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import in_backward, outside_compile
-from ..wrapping.backward import accumulating, watch_output
+from ..wrapping.gradient_hooks import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
 from .join import Join, Stateful
 from .reducer import Reducer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.divided_parameters import mark_divided
-from .flat_parameter import FlatParameter, ShardedParameter, State
+from .flat_parameter import BufferKind, FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters
 from .offload import Files, PinnedMemory
@@ -52,7 +52,7 @@ class Choices:
     param_init_fn: Initialiser | None
 
 
-def places_of(model: nn.Module) -> set[torch.device]:
+def devices_of(model: nn.Module) -> set[torch.device]:
     """Return the devices that a model has parameters on, the meta device left out; local."""
     return {parameter.device for parameter in model.parameters() if not parameter.is_meta}
 
@@ -80,9 +80,9 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
             layout = by_parameters(numels, groups.shard.size, loads)
         else:
             layout = by_elements(numels, groups.shard.size)
-        state = State.KEPT if choices.keeps or plan.depth == 0 else State.LENT
+        state = BufferKind.KEPT if choices.keeps or plan.depth == 0 else BufferKind.LENT
         if stays and compute == dtype:
-            state = State.RESIDENT
+            state = BufferKind.RESIDENT
         label = f"unit {plan.name!r}" if plan.name else "the outermost unit"
         flats.append(FlatParameter(members, layout, groups, compute, state, choices.offload, label))
     return flats
@@ -96,7 +96,7 @@ def lend_buffers(
     Returns:
         The buffer of each unit; None where it needs none.
     """
-    lent = [[flat for flat in own if flat.state == State.LENT] for own in flats]
+    lent = [[flat for flat in own if flat.kind == BufferKind.LENT] for own in flats]
     sizes = [sum(_rounded(flat.buffer_bytes) for flat in own) for own in lent]
     buffers: list[LentBuffer | None] = [None] * len(plans)
     for depth in sorted({plan.depth for plan in plans}):
@@ -121,7 +121,7 @@ def _allocate(flat: FlatParameter, choices: Choices) -> None:
     groups, offload = choices.groups, choices.offload
     if flat.is_resident and isinstance(offload, Files):
         flat.set_buffer(offload.zeros([flat.layout.total], flat.dtype, groups.shard))
-    elif flat.state != State.LENT:
+    elif flat.kind != BufferKind.LENT:
         flat.set_buffer(groups.memory.node_empty([flat.layout.total], flat.compute_dtype))
     if flat.in_place:
         flat.shard.detach().zero_()

@@ -25,7 +25,7 @@ from ..collectives.divided_parameters import divide, mark_part
 from ..groups.process_group import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
-from ..wrapping.partial import ShardOfParameter
+from ..wrapping.shard_tensors import ShardOfParameter
 from .groups import ShardingGroups
 from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
@@ -35,7 +35,7 @@ COMPUTED_WITH = "_axonmpi_computed_with"
 """Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""
 
 
-class State(enum.Enum):
+class BufferKind(enum.Enum):
     """Where the values of a flat parameter are.
 
     Attributes:
@@ -119,7 +119,7 @@ class ShardedParameter:
         mark_part(self.sharded, first, last, self.shape)
         divide(self.sharded, group)
         self._is_divided = group.size > 1
-        self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_whole
+        self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_full
         self.show(None)
 
     def offload_state(self, files: Files) -> None:
@@ -254,7 +254,7 @@ class FlatParameter:
         layout: Layout,
         groups: ShardingGroups,
         compute_dtype: torch.dtype,
-        state: State,
+        kind: BufferKind,
         offload: Files | PinnedMemory | None = None,
         label: str = "",
     ) -> None:
@@ -265,11 +265,11 @@ class FlatParameter:
         self.pinned = offload if isinstance(offload, PinnedMemory) else None
         self.dtype = members[0].parameter.dtype
         self.compute_dtype = compute_dtype
-        self.state = state
+        self.kind = kind
         self.sizes = Sizes(layout.sizes)
         self.trains = members[0].parameter.requires_grad
-        self.is_resident = self.is_valid = state is State.RESIDENT
-        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and offload is None
+        self.is_resident = self.is_valid = kind is BufferKind.RESIDENT
+        in_own_buffer = kind is BufferKind.KEPT and self.dtype == compute_dtype and offload is None
         self.in_place = self.is_resident or in_own_buffer
         self.buffer_bytes = layout.total * compute_dtype.itemsize
         self.shard = torch.empty(0, dtype=self.dtype, device=self.place)

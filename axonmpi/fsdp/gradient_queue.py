@@ -24,7 +24,7 @@ from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
-from ..wrapping.backward import launch_in_order, wait_for_all
+from ..wrapping.gradient_hooks import launch_in_order, wait_for_all
 from ..wrapping.optimizer_hooks import mark_gradients, ordinary_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .flat_parameter import FlatParameter, ShardedParameter
@@ -49,7 +49,7 @@ class FlatGradient:
         arrived: Parameters that backward has come to.
         defined: Those of them that had a gradient when the reduction began.
         nodes: Autograd's, which bring the gradients.
-        whole_bytes: Size of what goes into its reduction.
+        full_bytes: Size of what goes into its reduction.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FlatGradient:
         if self._axis is not None:
             replicate(shown, self._axis)
         self._divided = [sharded for sharded in shown if axes_of(sharded)]
-        self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
+        self.full_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
         self.reset()
 
     def reset(self) -> None:
@@ -245,7 +245,7 @@ class GradientQueue:
     def _launch(self, gradient: FlatGradient) -> None:
         self._under_way.append(gradient)
         if self._most_bytes is not None:  # else another rank may first want something else of this one
-            while sum(each.whole_bytes for each in self._under_way) > self._most_bytes:
+            while sum(each.full_bytes for each in self._under_way) > self._most_bytes:
                 self._under_way.popleft().let_go()
         gradient.launch(async_op=self._overlaps)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..wrapping.partial import mark_state
+from ..wrapping.shard_tensors import mark_state
 from .unit import Unit
 
 

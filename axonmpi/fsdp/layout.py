@@ -61,7 +61,7 @@ class Layout:
         return (first, last) if first < last else (0, 0)
 
     @functools.cached_property
-    def keeps_whole(self) -> bool:
+    def keeps_full(self) -> bool:
         """Whether no parameter is divided."""
         ranks = range(len(self.sizes))
         return all(

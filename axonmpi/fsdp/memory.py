@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.arguments import integer
-from .flat_parameter import FlatParameter, State
+from .flat_parameter import BufferKind, FlatParameter
 from .layout import by_elements
 from .optimizers import state_tensors
 from .options import MixedPrecision, ShardingStrategy
@@ -82,7 +82,7 @@ def measured(runtime: FSDPRuntime) -> FSDPMemoryStats:
     flats = runtime.flats
     sharers = len(runtime.groups.memory.node_ranks)
     lent = sum(buffer.memory.nbytes for buffer in {unit.lent for unit in runtime.units if unit.lent is not None})
-    kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
+    kept = sum(flat.buffer_bytes for flat in flats if flat.kind != BufferKind.LENT)
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
     gradients = sum(gradient.shard.nbytes for gradient in runtime.queue.gradients if gradient.shard is not None)
     state = sum(tensor.nbytes for tensor in state_tensors(runtime))

@@ -103,7 +103,7 @@ def _check_sees_enough(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
             f"{type(optimizer).__name__} takes products over all parameters, of which a rank has a part: wrap the "
             "model with sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
         )
-    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_whole for flat in runtime.flats):
+    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_full for flat in runtime.flats):
         raise ValueError(
             f"the step of {type(optimizer).__name__} needs whole parameters, and a rank has parts of them: wrap "
             "the model with shard_by='parameters'"

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import DtypeError
 from ..utils.arguments import hint
-from ..wrapping.autograd import map_tensors
+from ..wrapping.nested import map_tensors
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -28,8 +28,8 @@ from ..utils.torch_internals import (
     outside_compile,
     plain_tensors,
 )
-from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_gradient, watch_output, watched_rank, weakly
+from ..wrapping.gradient_hooks import check_gradient, watch_output, watched_rank, weakly
+from ..wrapping.nested import hook_gradient
 from .flat_parameter import FlatParameter, ShardedParameter
 from .gradient_queue import FlatGradient, GradientQueue
 from .groups import ShardingGroups
@@ -71,7 +71,7 @@ class FSDPRuntime:
         self.flats: list[FlatParameter] = [flat for unit in units for flat in unit.flats]
         self.parameters: list[ShardedParameter] = [parameter for unit in units for parameter in unit.parameters]
         # Whole gradients of two blocks at a time, or a slow network would leave those of the whole model in memory.
-        sizes = [gradient.whole_bytes for gradient in gradients if gradient.unit is not units[0]]
+        sizes = [gradient.full_bytes for gradient in gradients if gradient.unit is not units[0]]
         most_bytes = None if all(unit.is_resident for unit in units) else 2 * max(sizes, default=0)
         self.queue = GradientQueue(gradients, groups, most_bytes)
         self.enabled = True

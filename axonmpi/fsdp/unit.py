@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..collectives.agreement import raised_on_all
 from ..types import Work
 from ..utils.torch_internals import plain_tensors, set_version
-from .flat_parameter import FlatParameter, ShardedParameter, State
+from .flat_parameter import BufferKind, FlatParameter, ShardedParameter
 
 
 class LentBuffer:
@@ -141,8 +141,8 @@ class Unit:
             return
         if self.lent is not None:
             self._take_buffer(self.lent)
-        lent = [flat for flat in self.flats if flat.state == State.LENT]
-        stale = [flat for flat in self.flats if flat.state == State.KEPT and not flat.is_valid]
+        lent = [flat for flat in self.flats if flat.kind == BufferKind.LENT]
+        stale = [flat for flat in self.flats if flat.kind == BufferKind.KEPT and not flat.is_valid]
         self.pending = [flat.gather() for flat in [*lent, *stale]]
 
     def _take_buffer(self, lent: LentBuffer) -> None:

@@ -17,10 +17,10 @@ from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
-from ..wrapping.backward import accumulating
+from ..wrapping.gradient_hooks import accumulating
 from ..wrapping.state_names import Wrapper
-from . import memory, state
-from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers, places_of
+from . import full_state, memory
+from .construction import Choices, build_flats, devices_of, initialise, initialise_buffers, lend_buffers
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
@@ -112,9 +112,9 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             "shard_by": shard_by,
             "mixed_precision": precision,
             "units": [plan.name for plan in plans],
-            "devices": sorted(place.type for place in places_of(module)),
+            "devices": sorted(place.type for place in devices_of(module)),
         }
-        device = device_at(next(iter(places_of(module)), given[0].backend.place))
+        device = device_at(next(iter(devices_of(module)), given[0].backend.place))
         # Ranks look for the folder before they agree on the rest: each knows whether it was made for this model.
         offload: Files | PinnedMemory | None = None
         if cpu_offload is not CPUOffload.NONE:
@@ -123,8 +123,8 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
             raise ValueError("module: it has no parameters, so there is nothing to shard")
-        if len(places_of(module)) > 1:
-            found = ", ".join(sorted(map(str, places_of(module))))
+        if len(devices_of(module)) > 1:
+            found = ", ".join(sorted(map(str, devices_of(module))))
             raise ValueError(f"module: expected parameters on one device, got them on {found}; move it to one")
         self._groups = sharding_groups(given, strategy, device.place)
         self._offload, self._precision = cpu_offload, precision
@@ -283,7 +283,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             device: Where its tensors lie; None: where this rank's parts do. `"cpu"` may have more room than a GPU.
         """
         with self._runtime.between_steps():
-            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
+            return full_state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -296,7 +296,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
         with self._runtime.between_steps():
-            state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
+            full_state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self,
@@ -316,7 +316,9 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
         with self._runtime.between_steps():
-            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only, device=device)
+            return full_state.full_optimizer_state_dict(
+                self._runtime, optimizer, rank0_only=rank0_only, device=device
+            )
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
@@ -331,7 +333,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             ValueError: The parameters do not fit; on all ranks.
         """
         with self._runtime.between_steps():
-            state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
+            full_state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 

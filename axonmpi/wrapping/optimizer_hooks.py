@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..collectives.divided_parameters import axes_of, elements_of
 from ..utils.torch_internals import plain_tensors
-from .partial import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
+from .shard_tensors import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
 
 _Undo = list[Callable[[], None]]
 

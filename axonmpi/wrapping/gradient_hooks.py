@@ -23,7 +23,7 @@ from ..groups.process_group import ProcessGroup
 from ..launch.settings import debugs
 from ..utils.text import counted
 from ..utils.torch_internals import sequence_number
-from .autograd import accumulates_into, leaf_below, tensors_in
+from .nested import accumulates_into, leaf_below, tensors_in
 
 
 class Reduction(Protocol):

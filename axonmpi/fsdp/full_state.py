@@ -16,7 +16,7 @@ from ..collectives.agreement import check_same
 from ..collectives.divided_parameters import axes_of
 from ..utils.arguments import check_flags
 from ..wrapping.optimizer_hooks import parameters_of
-from ..wrapping.partial import as_part_of_state
+from ..wrapping.shard_tensors import as_part_of_state
 from .flat_parameter import ShardedParameter
 from .groups import ShardingGroups
 from .runtime import FSDPRuntime
