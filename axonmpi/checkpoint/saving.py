@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.agreement import check_same, raised_on_all
 from ..groups.process_group import ProcessGroup
@@ -24,7 +23,7 @@ from ..launch.board import phase
 from ..launch.page import Phase
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
-from ..wrapping.optimizer_hooks import parameters_of
+from ..wrapping.optimizer_hooks import before_steps, parameters_of
 from .agreed import agree
 from .background import Background
 from .files.state_file import FORMAT, STATE_FILE, VERSION
@@ -216,6 +215,8 @@ def _write_beside(
     work = Background(write, f"the checkpoint {job.path}")
     copied = snapshot.is_copied
     if optimizer is not None:
+        # First, before FSDP's hook, in which ranks meet: they may learn of an error at different steps.
+        before_steps(_before_step, first=True)
         _under_way[optimizer] = copied, work
     ranks.begin(work)
     work.start(beside=ranks.all.backend.allows_threads)
@@ -228,7 +229,7 @@ _under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[threading.Eve
 _under_way = weakref.WeakKeyDictionary()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer step when what it would change is copied, and tell it what went wrong."""
     if optimizer in _under_way:
         copied, work = _under_way[optimizer]
@@ -236,10 +237,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if work.done():
             del _under_way[optimizer]
         work.check()
-
-
-# Now: it has to come before FSDP's hook, in which ranks meet: they may learn of an error at different steps.
-register_optimizer_step_pre_hook(_before_step)
 
 
 def _marked(described: ModelParts, optimizer: torch.optim.Optimizer | None) -> list[Part]:

@@ -34,8 +34,7 @@ from ..launch.page import Phase
 from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
-from ..wrapping.gradient_hooks import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
-from ..wrapping.nested import hook_gradient
+from ..wrapping.gradient_hooks import check_gradient, hook_gradient, wait_for_all, watched_rank, weakly
 from ..wrapping.optimizer_hooks import mark_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
@@ -227,10 +226,14 @@ class Reducer:
             )
         bucket.put(position, as_view=self._as_view)
         if self._overlaps:
-            launch_in_order(self._buckets, self._launch, lambda bucket: not bucket.pending)
+            self._launch_full()
 
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch(async_op=self._overlaps)
+    def _launch_full(self) -> None:
+        for bucket in self._buckets:  # up to the first one that is not full, so that all ranks have one order
+            if not bucket.launched:
+                if bucket.pending:
+                    break
+                bucket.launch(async_op=True)
 
     def _report_once(self) -> None:
         if self.report_event is not None and not self._reported:
@@ -303,7 +306,9 @@ class Reducer:
         Returns:
             How it ended at worst, and which parameters are used on any rank.
         """
-        launch_in_order(self._buckets, self._launch)
+        for bucket in self._buckets:
+            if not bucket.launched:
+                bucket.launch(async_op=self._overlaps)
         step = self.steps.reduce() if takes_part else [0] * STEP_FLAGS
         flags = self._flags([*step, state, *own] if self._find_unused else [*step, state])
         status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)

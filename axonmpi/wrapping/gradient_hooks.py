@@ -1,8 +1,8 @@
-"""What wrappers that reduce gradients have in common while a backward runs.
+"""Hooks of a wrapper on autograd: the begin of a backward, and each complete gradient.
 
     output   ── hook: a backward begins ─▶ leaf ── hook: its gradient is complete ─▶ ... ─▶ end of backward
 
-Reductions are launched in one order, the same on all ranks, whatever order gradients come in.
+A wrapper launches its reductions in one order, the same on all ranks, in whatever order gradients become complete.
 """
 
 from __future__ import annotations
@@ -12,60 +12,151 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveTimeoutError
 from ..groups.process_group import ProcessGroup
 from ..launch.settings import debugs
 from ..utils.text import counted
-from ..utils.torch_internals import sequence_number
-from .nested import accumulates_into, leaf_below, tensors_in
+from ..utils.torch_internals import engine_runs, hooks_on, sequence_number
+from .nested import tensors_in
+from .optimizer_hooks import mark_gradient
+
+_HOOKED = "_axonmpi_watched"
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
-class Reduction(Protocol):
-    """A reduction that is launched once in a backward."""
-
-    launched: bool
+# ---- hooks --------------------------------------------------------------------------------------------------
 
 
-class Pausable(Protocol):
-    """What reduces gradients while it is enabled."""
+def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[Node, RemovableHandle]:
+    """Call a function when a backward has completed a parameter's gradient, after all hooks on it; local.
+
+    Args:
+        parameter: A leaf that requires grad.
+        hook: Its two arguments are of no use. It is also called if backward reaches the parameter without a
+            gradient.
+
+    Returns:
+        The parameter's node, which the caller keeps, as autograd otherwise makes another one; and the hook's
+        handle.
+    """
+    node = get_gradient_edge(parameter).node
+    setattr(parameter, _HOOKED, True)  # autograd does not list the hooks of a node
+    return node, node.register_hook(hook)
+
+
+def is_watched(parameter: Any) -> bool:
+    """Return True if hooks of users or wrappers are called with a parameter's gradient; local."""
+    before, after = hooks_on(parameter)
+    only_marks = all(hook is mark_gradient for hook in after)
+    return bool(before) or not only_marks or getattr(parameter, _HOOKED, False)
+
+
+def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> bool:
+    """Call a function when backward comes to a tensor of a module's output; local.
+
+    Returns:
+        True if the output has such a tensor.
+
+    Args:
+        output: The module's result.
+        hook: Its argument is True if a backward begins here that accumulates gradients. `torch.autograd.grad` does
+            not.
+        since: Tensors whose nodes have a lower sequence number were inputs of the module, and are passed over.
+        is_outermost: True for the whole model; no backward begins at the output of other modules.
+    """
+    has_tensor = False
+    for tensor in tensors_in(output):
+        node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
+        if node is not None and sequence_number(node) >= since:
+            leaf = _leaf_below(node) if is_outermost else None
+            tensor.register_hook(partial(_call, hook, is_outermost, leaf))
+            has_tensor = True
+    return has_tensor
+
+
+def _call(hook: Callable[[bool], None], is_outermost: bool, leaf: Node | None, _gradient: Tensor) -> None:
+    hook(is_outermost and _accumulates_into(leaf))
+
+
+def _leaf_below(node: Node) -> Node | None:
+    """Find a leaf into which a backward through a node accumulates a gradient; None if there is none."""
+    nodes = [node]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node.name() == _LEAF:
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return None
+
+
+def _accumulates_into(leaf: Node | None) -> bool:
+    """Return True if a backward runs, and False for `torch.autograd.grad`, which leaves `.grad` alone; local.
+
+    Args:
+        leaf: Node of a leaf of the graph that runs; None if there is none.
+    """
+    if leaf is None:
+        return True
+    try:
+        return engine_runs(leaf)
+    except RuntimeError:  # torch.autograd.grad, with this leaf among its inputs
+        return False
+
+
+def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
+    """Return a function that calls a bound method while its object and some arguments live, and else returns None.
+
+    Python's garbage collector does not see hooks that autograd holds, so they must not keep a model alive. Local.
+
+    Args:
+        method: The method.
+        *objects: Its first arguments.
+    """
+    references: list[Callable[[], Any]] = [weakref.WeakMethod(method), *map(weakref.ref, objects)]
+
+    def call(*args: Any) -> Any:
+        alive, *first = (reference() for reference in references)
+        return None if alive is None or any(each is None for each in first) else alive(*first, *args)
+
+    return call
+
+
+# ---- reductions ---------------------------------------------------------------------------------------------
+
+
+class _Pausable(Protocol):
+    """A reducer of gradients that can be switched off."""
 
     enabled: bool
 
 
-R = TypeVar("R", bound=Reduction)
-
-
-def launch_in_order(
-    reductions: Iterable[R], launch: Callable[[R], object], is_ready: Callable[[R], bool] = lambda _: True
-) -> None:
-    """Launch reductions in their order up to the first one that is not ready; collective as far as `launch` is.
-
-    Args:
-        reductions: All of a backward; those launched before are passed over.
-        launch: Launches one and marks it.
-        is_ready: Whether one can be launched; by default all can.
-    """
-    for reduction in reductions:
-        if reduction.launched:
-            continue
-        if not is_ready(reduction):
-            break
-        launch(reduction)
+@contextmanager
+def accumulating(owner: _Pausable) -> Iterator[None]:
+    """Let gradients accumulate on each rank in the block; local."""
+    before, owner.enabled = owner.enabled, False
+    try:
+        yield
+    finally:
+        owner.enabled = before
 
 
 def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
-    """Wait for all reductions and raise the first failure; local.
+    """Wait for all reductions and raise the first error; local.
 
-    After a failure the others are waited for as well: they still write into their memory.
+    After an error the other reductions are waited for as well, since they still write into their memory.
 
     Args:
-        waits: Each waits for one.
+        waits: Functions that each wait for one reduction.
     """
     errors: list[Exception] = []
     for wait in waits:
@@ -79,28 +170,18 @@ def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
         raise errors[0]
 
 
-@contextmanager
-def accumulating(owner: Pausable) -> Iterator[None]:
-    """Let gradients accumulate on each rank in the block; local."""
-    before, owner.enabled = owner.enabled, False
-    try:
-        yield
-    finally:
-        owner.enabled = before
-
-
 def watched_rank(group: ProcessGroup) -> int | None:
-    """Return this rank's number in the world if its gradients are to be looked at (`AXONMPI_DEBUG=1`); local."""
+    """Return this rank's number in the world if gradients are searched for nan (`AXONMPI_DEBUG=1`); local."""
     return int(group.members[group.rank]) if debugs() else None
 
 
 def check_gradient(name: str, gradient: Tensor | None, rank: int | None = None) -> None:
-    """Look at this rank's gradient of a parameter before it is averaged with those of the others; local.
+    """Check this rank's gradient of a parameter before it is averaged; local.
 
     Args:
-        name: The parameter's.
-        gradient: If there is one.
-        rank: This rank's number, to warn of values that are no numbers; None does not look at values.
+        name: The parameter's name.
+        gradient: The gradient; None if the parameter has none.
+        rank: This rank's number, to warn of values that are nan; None: do not look at values.
 
     Raises:
         ValueError: The gradient is sparse.
@@ -119,47 +200,3 @@ def check_gradient(name: str, gradient: Tensor | None, rank: int | None = None) 
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
-    """Return a function that calls a bound method with some objects as long as all live, else returns None; local.
-
-    Hooks that autograd holds are out of sight of Python's garbage collector: they must not keep a model alive.
-
-    Args:
-        method: The method.
-        *objects: Its first arguments.
-    """
-    references: list[Callable[[], Any]] = [weakref.WeakMethod(method), *map(weakref.ref, objects)]
-
-    def call(*args: Any) -> Any:
-        alive, *first = (reference() for reference in references)
-        return None if alive is None or any(each is None for each in first) else alive(*first, *args)
-
-    return call
-
-
-def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> bool:
-    """Have a function called when backward comes to one of the tensors of a module's output; local.
-
-    Returns:
-        Whether there is such a tensor.
-
-    Args:
-        output: What the module returned.
-        hook: Gets whether a backward begins here that accumulates gradients, as `torch.autograd.grad` does not.
-        since: Tensors are passed over whose nodes have a lower sequence number: the module was given them.
-        is_outermost: Whether the module is the model; no backward begins at the output of others.
-    """
-    is_watched = False
-    for tensor in tensors_in(output):
-        node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
-        if node is not None and sequence_number(node) >= since:
-            leaf = leaf_below(tensor) if is_outermost else None
-            tensor.register_hook(partial(_call, hook, is_outermost, leaf))
-            is_watched = True
-    return is_watched
-
-
-def _call(hook: Callable[[bool], None], is_outermost: bool, leaf: Node | None, _gradient: Tensor) -> None:
-    hook(is_outermost and accumulates_into(leaf))
