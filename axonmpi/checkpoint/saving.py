@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..groups.process_group import ProcessGroup
@@ -23,7 +22,7 @@ from ..groups.world import group_of_this_rank
 from ..record import Phase, phase
 from ..types import Work
 from ..utils.arguments import check_flags, integer
-from ..wrapping.optimizer_hooks import parameters_of
+from ..wrapping.optimizer_hooks import before_steps, parameters_of
 from .background import Background
 from .files.state_file import FORMAT, STATE_FILE, VERSION
 from .files.tensor_file import TensorFile, index_of
@@ -256,6 +255,8 @@ def _write_beside(
     work = Background(write, f"the checkpoint {job.path}")
     copied = snapshot.is_copied
     if optimizer is not None:
+        # First, before FSDP's hook, in which ranks meet: they may learn of an error at different steps.
+        before_steps(_before_step, first=True)
         _under_way[optimizer] = copied, work
     ranks.begin(work)
     work.start(beside=ranks.all.backend.allows_threads)
@@ -268,15 +269,11 @@ _under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[threading.Eve
 _under_way = weakref.WeakKeyDictionary()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Let an optimizer wait for the copy of its values, and raise an error of the save."""
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step when what it would change is copied, and tell it what went wrong."""
     if optimizer in _under_way:
         copied, work = _under_way[optimizer]
         copied.wait()
         if work.done():
             del _under_way[optimizer]
         work.check()
-
-
-# At import, so before FSDP's hook, in which ranks wait for each other: they may raise an error at different steps.
-register_optimizer_step_pre_hook(_before_step)

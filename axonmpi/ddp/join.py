@@ -20,12 +20,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveMismatchError, RankFailedError
 from ..types import ReduceOp
-from ..wrapping.optimizer_hooks import parameters_of
+from ..wrapping.optimizer_hooks import after_steps, parameters_of
 from .reducer import Reducer
 
 _EVENTS = ("none", "gradients", "by hand", "buffers")
@@ -87,11 +86,11 @@ class Join:
 
     def __enter__(self) -> Join:
         self._reducer.report_event = self._report
-        self._watch = register_optimizer_step_post_hook(self._after_step)
+        self._end_watch = after_steps(self._after_step)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._watch.remove()
+        self._end_watch()
         try:
             if error is None:
                 self._accompany()
@@ -141,7 +140,7 @@ class Join:
             else:
                 self._reducer.reduce_zeros(by_hand=event == "by hand")
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         own = set(self._module.parameters())
         if any(parameter in own for parameter in parameters_of(optimizer)):
             self._stepped[id(optimizer)] = optimizer

@@ -33,8 +33,7 @@ from ..record import Phase, enter_phase
 from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
-from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
+from ..wrapping.gradient_hooks import check_gradient, hook_gradient, wait_for_all, watched_rank, weakly
 from ..wrapping.optimizer_hooks import mark_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, assign_buckets
@@ -224,7 +223,14 @@ class Reducer:
             )
         bucket.put(position)
         if self._overlaps:
-            launch_in_order(self._buckets, Bucket.launch, lambda bucket: not bucket.pending)
+            self._launch_full()
+
+    def _launch_full(self) -> None:
+        for bucket in self._buckets:  # up to the first one that is not full, so that all ranks have one order
+            if not bucket.launched:
+                if bucket.pending:
+                    break
+                bucket.launch()
 
     # ---- reducing -----------------------------------------------------------------------------------------
 
@@ -288,7 +294,9 @@ class Reducer:
         Returns:
             The worst end of any rank; for each parameter, whether any rank has a gradient.
         """
-        launch_in_order(self._buckets, Bucket.launch)
+        for bucket in self._buckets:
+            if not bucket.launched:
+                bucket.launch()
         step = self.steps.reduce() if takes_part else [0] * STEP_FLAGS
         flags = self._flags([*step, state, *own] if self._find_unused else [*step, state])
         status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)

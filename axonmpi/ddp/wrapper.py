@@ -23,7 +23,7 @@ from ..record import Phase, enter_phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, member, number
 from ..utils.torch_internals import in_backward, outside_compile
-from ..wrapping.backward import accumulating, watch_output
+from ..wrapping.gradient_hooks import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
 from .join import Join, Stateful
 from .reducer import Reducer

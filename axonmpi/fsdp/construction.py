@@ -1,8 +1,8 @@
-"""Taking a model apart into flat parameters.
+"""Construction of flat parameters from a model.
 
-Unit by unit: memory, values from rank 0, parts in place of the parameters, and the parameters' own memory is
-given back. So a rank that begins with the whole model never holds more than that and one unit, and a model on
-the meta device never exists as a whole.
+Each unit in turn gets memory and rank 0's values, shards replace its parameters, and the memory of these is
+freed. So a rank that begins with the full model never holds more than that and one unit, and a model on the meta
+device never exists as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..across_ranks.sharded_parameters import mark_sharded_layers
-from .flat_parameter import FlatParameter, ShardedParameter, State
+from .flat_parameter import BufferKind, FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters
 from .offload import Files, PinnedMemory
@@ -23,7 +23,7 @@ from .unit import LentBuffer
 from .unit_selection import Member, UnitPlan
 
 REPLACED = "_axonmpi_replaced"
-"""Attribute of a parameter that was taken apart: its name. An optimizer that still has it was built too early."""
+"""Attribute of a parameter that a shard has replaced: its name. An optimizer with it was built too early."""
 
 Initialiser = Callable[[nn.Module], object]
 """Initialises a module of a model on the meta device."""
@@ -31,16 +31,16 @@ Initialiser = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Choices:
-    """How a model is taken apart.
+    """Options of the construction.
 
     Attributes:
-        groups: The ranks that share the parameters out, those that hold replicas, and where they compute.
-        keeps: Whether parameters that forward gathers are kept for backward.
+        groups: The ranks that shard the parameters, the ranks with replicas, and the device.
+        keeps: True if parameters that forward gathers are kept for backward.
         precision: Dtypes.
         kept: Modules that mixed precision leaves out, each with the outermost of them around it.
-        by_parameters: Whether every parameter is whole on one rank.
-        offload: Where parameters lie instead of memory of the device, if anywhere.
-        param_init_fn: Initialises modules on the meta device, by default their `reset_parameters()`.
+        by_parameters: True if every parameter is full on one rank.
+        offload: Memory of the shards; None: that of the device.
+        param_init_fn: Initialises modules on the meta device; None: their `reset_parameters()`.
     """
 
     groups: ShardingGroups
@@ -52,13 +52,13 @@ class Choices:
     param_init_fn: Initialiser | None
 
 
-def places_of(model: nn.Module) -> set[torch.device]:
-    """Return the devices that a model has parameters on, the meta device left out; local."""
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Return the devices of a model's parameters, without the meta device; local."""
     return {parameter.device for parameter in model.parameters() if not parameter.is_meta}
 
 
 def build_flats(plans: Sequence[UnitPlan], choices: Choices) -> list[list[FlatParameter]]:
-    """Lay out the parameters of each unit: a flat one for each dtype, the trained and the frozen apart; local."""
+    """Return flat parameters of each unit: one for each dtype, of trained and of frozen parameters; local."""
     mark_sharded_layers(plans[0].module)
     loads = [0] * choices.groups.shard.size
     return [_flats_of(plan, choices, loads) for plan in plans]
@@ -80,23 +80,23 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
             layout = by_parameters(numels, groups.shard.size, loads)
         else:
             layout = by_elements(numels, groups.shard.size)
-        state = State.KEPT if choices.keeps or plan.depth == 0 else State.LENT
+        kind = BufferKind.KEPT if choices.keeps or plan.depth == 0 else BufferKind.LENT
         if stays and compute == dtype:
-            state = State.RESIDENT
+            kind = BufferKind.RESIDENT
         label = f"unit {plan.name!r}" if plan.name else "the outermost unit"
-        flats.append(FlatParameter(members, layout, groups, compute, state, choices.offload, label))
+        flats.append(FlatParameter(members, layout, groups, compute, kind, choices.offload, label))
     return flats
 
 
 def lend_buffers(
     plans: Sequence[UnitPlan], flats: Sequence[Sequence[FlatParameter]], groups: ShardingGroups
 ) -> list[LentBuffer | None]:
-    """Make the memory that units take turns in, two buffers for each depth; collective.
+    """Make the memory that is lent to units, two buffers for each depth; collective.
 
     Returns:
-        The buffer of each unit; None where it needs none.
+        The buffer of each unit; None for a unit that needs none.
     """
-    lent = [[flat for flat in own if flat.state == State.LENT] for own in flats]
+    lent = [[flat for flat in own if flat.kind is BufferKind.LENT] for own in flats]
     sizes = [sum(_rounded(flat.buffer_bytes) for flat in own) for own in lent]
     buffers: list[LentBuffer | None] = [None] * len(plans)
     for depth in sorted({plan.depth for plan in plans}):
@@ -117,24 +117,24 @@ def _rounded(nbytes: int) -> int:
 
 
 def _allocate(flat: FlatParameter, choices: Choices) -> None:
-    """Make the memory of a flat parameter's shard, and its buffer if it has one of its own; collective."""
+    """Allocate a flat parameter's shard, and its buffer unless that is lent; collective."""
     groups, offload = choices.groups, choices.offload
     if flat.is_resident and isinstance(offload, Files):
         flat.set_buffer(offload.zeros([flat.layout.total], flat.dtype, groups.shard))
-    elif flat.state != State.LENT:
+    elif flat.kind is not BufferKind.LENT:
         flat.set_buffer(groups.memory.node_empty([flat.layout.total], flat.compute_dtype))
     if flat.in_place:
         flat.shard.detach().zero_()
         return
     size = flat.sizes[groups.shard.rank]
     if offload is None:
-        flat.set_shard(torch.zeros(size, dtype=flat.dtype, device=flat.place))
+        flat.set_shard(torch.zeros(size, dtype=flat.dtype, device=flat.device))
     else:
         flat.set_shard(offload.zeros([size], flat.dtype))
 
 
 def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:
-    """Give a unit's flat parameters memory and rank 0's values, and free the parameters' memory; collective."""
+    """Allocate a unit's flat parameters with rank 0's values, and free the parameters' memory; collective."""
     group, replicas = choices.groups.shard, choices.groups.replicas
     for flat in flats:
         _allocate(flat, choices)
@@ -142,7 +142,7 @@ def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices)
     if group.rank == 0:
         _materialise(plan, flats, choices)
     for flat in flats:
-        flat.load(_value_of)
+        flat.load(_original_value)
         if replicas is not None:
             replicas.broadcast(flat.shard.detach())
             group.barrier()
@@ -152,7 +152,7 @@ def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices)
             member.parameter.data = member.parameter.data.new_empty(0)
 
 
-def _value_of(parameter: ShardedParameter) -> Tensor:
+def _original_value(parameter: ShardedParameter) -> Tensor:
     owner, attribute = parameter.owners[0]
     value: Tensor | None = dict.get(owner._parameters, attribute)
     assert value is not None
@@ -161,24 +161,24 @@ def _value_of(parameter: ShardedParameter) -> Tensor:
 
 def _materialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:
     """Initialise modules on the meta device, in the memory of resident flat parameters."""
-    place = choices.groups.place
+    device = choices.groups.device
     full = {
         parameter.name: parameter.full.data for flat in flats if flat.is_resident for parameter in flat.parameters
     }
     on_meta = [member for member in plan.members if member.parameter.is_meta]
-    real = {id(member.parameter): _real(member.parameter, full.get(member.name), place) for member in on_meta}
+    real = {id(member.parameter): _real(member.parameter, full.get(member.name), device) for member in on_meta}
     for module in dict.fromkeys(owner for member in on_meta for owner, _ in member.owners):
         for attribute, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in real:  # it belongs to another unit, and gets its values there
-                    real[id(parameter)] = _real(parameter, None, place)
+                if id(parameter) not in real:  # of another unit, whose initialisation sets the values again
+                    real[id(parameter)] = _real(parameter, None, device)
                 module._parameters[attribute] = real[id(parameter)]
-        _make_buffers_real(module, place)
+        _make_buffers_real(module, device)
         _initialise_module(module, plan.name, choices.param_init_fn)
 
 
-def _real(parameter: nn.Parameter, memory: Tensor | None, place: torch.device) -> nn.Parameter:
-    values = torch.empty_like(parameter, device=place) if memory is None else memory
+def _real(parameter: nn.Parameter, memory: Tensor | None, device: torch.device) -> nn.Parameter:
+    values = torch.empty_like(parameter, device=device) if memory is None else memory
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
@@ -191,18 +191,18 @@ def initialise_buffers(model: nn.Module, choices: Choices) -> None:
     for name, module in model.named_modules():
         if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             continue
-        _make_buffers_real(module, choices.groups.place)
+        _make_buffers_real(module, choices.groups.device)
         if next(module.parameters(recurse=False), None) is None:
             _initialise_module(module, name, choices.param_init_fn)
 
 
-def _make_buffers_real(module: nn.Module, place: torch.device) -> None:
+def _make_buffers_real(module: nn.Module, device: torch.device) -> None:
     for attribute, buffer in list(module._buffers.items()):
         if buffer is not None and buffer.is_meta:
-            module._buffers[attribute] = torch.zeros_like(buffer, device=place)
+            module._buffers[attribute] = torch.zeros_like(buffer, device=device)
 
 
-def _initialise_module(module: nn.Module, where: str, param_init_fn: Initialiser | None) -> None:
+def _initialise_module(module: nn.Module, parent: str, param_init_fn: Initialiser | None) -> None:
     with torch.no_grad():
         if param_init_fn is not None:
             param_init_fn(module)
@@ -210,7 +210,7 @@ def _initialise_module(module: nn.Module, where: str, param_init_fn: Initialiser
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             raise ValueError(
-                f"a {type(module).__name__} in {where!r} is on the meta device and has no reset_parameters(): "
+                f"a {type(module).__name__} in {parent!r} is on the meta device and has no reset_parameters(): "
                 "give param_init_fn=, a function that initialises a module's own parameters and buffers"
             )
         reset()

@@ -1,13 +1,13 @@
-"""A flat parameter: some of a unit's parameters, end to end, and this rank's shard of them.
+"""Flat parameter: some of a unit's parameters, end to end, and this rank's shard of them.
 
-    buffer   [P]  | weight ............... | bias | pad |     what the unit computes with, once a node
-    shard    [S]       | this rank's |                        what this rank updates
-    full          | weight ............... | bias |           what forward sees: views of the buffer
-    sharded            | weight |                             what the optimizer sees: views of the shard
+    buffer   [P]  | weight ............... | bias | pad |     the unit computes with it; one a node
+    shard    [S]       | this rank's |                        this rank updates it
+    full          | weight ............... | bias |           parameters in forward: views of the buffer
+    sharded            | weight |                             parameters of optimizers: views of the shard
 
-Where all ranks are on one node and compute in the dtype of the parameters, the shard lies in the buffer: it is
-the only copy on the node, and is never gathered. Elsewhere the buffer is filled from the shards of all ranks
-when it is needed. The buffer is on the device that computes; the shard, too, unless it is offloaded.
+If all ranks are on one node and compute in the dtype of the parameters, the shard lies in the buffer: it is the
+only copy on the node, and is never gathered. Otherwise the buffer is filled from the shards of all ranks before a
+unit computes. The buffer is on the device that computes, and so is the shard unless it is offloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..backends import Sizes
 from ..groups.process_group import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
-from ..wrapping.partial import ShardOfParameter
+from ..wrapping.shard_tensors import ShardOfParameter
 from .groups import ShardingGroups
 from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
@@ -35,13 +35,13 @@ COMPUTED_WITH = "_axonmpi_computed_with"
 """Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""
 
 
-class State(enum.Enum):
-    """Where the values of a flat parameter are.
+class BufferKind(enum.Enum):
+    """Owners of the buffer of a flat parameter.
 
     Attributes:
-        RESIDENT: The shard lies in the buffer, which all ranks have in common; nothing is ever gathered.
-        KEPT: The buffer is this flat parameter's own, filled anew for each forward.
-        LENT: The buffer is lent for a unit's computation, and another unit's after that.
+        RESIDENT: All ranks of the node, whose shards lie in it; nothing is ever gathered.
+        KEPT: This flat parameter; filled anew for each forward.
+        LENT: One unit after the other, each while it computes.
     """
 
     RESIDENT = "resident"
@@ -50,22 +50,23 @@ class State(enum.Enum):
 
 
 class ShardedParameter:
-    """One parameter of the model: full in the buffer, this rank's part of it in the shard.
+    """One parameter of the model: full in the buffer, and this rank's shard of it.
 
     Args:
-        member: The parameter as it was when the model was wrapped.
-        flat: The flat parameter that it lies in.
-        index: Its place among the flat parameter's.
+        member: The parameter as it was at wrapping.
+        flat: Its flat parameter.
+        index: Its index in the flat parameter.
 
     Attributes:
         name: Its name in the model.
         shape: Shape of the full parameter.
         numel: Elements of the full parameter.
-        offset: Where it begins in the flat parameter.
-        bounds: Which of its elements this rank has, from and to; equal if none.
-        full: [*shape] what modules compute with, a view of the buffer, once there is one.
-        own: This rank's part, a view of the shard, see `view_in`.
-        sharded: What optimizers have; shows `own`, or a copy of the full parameter that the user has gathered.
+        offset: Index of its first element in the flat parameter.
+        bounds: First and last index (exclusive) of this rank's elements of it; equal if there are none.
+        full: [*shape] view of the buffer, with which modules compute; set with the buffer.
+        own: This rank's elements, a view of the shard, see `view_in`.
+        sharded: The parameter of optimizers; shows `own`, or a copy of the full parameter that the user has
+            gathered.
     """
 
     full: nn.Parameter
@@ -75,8 +76,8 @@ class ShardedParameter:
     def __init__(self, member: Member, flat: FlatParameter, index: int) -> None:
         layout, rank = flat.layout, flat.group.rank
         self.name = member.name
-        # Modules have hooks that lead here, and the flat parameter has this one: both know each other only one way,
-        # so that the memory of a dropped model is free at once.
+        # Hooks of modules and the flat parameter lead here. Weak references back free the memory of a dropped model
+        # at once.
         self._owners = [(weakref.ref(owner), attribute) for owner, attribute in member.owners]
         self._flat = weakref.ref(flat)
         self.shape = member.parameter.shape
@@ -119,7 +120,7 @@ class ShardedParameter:
         mark_slice(self.sharded, first, last, self.shape)
         mark_sharded(self.sharded, group)
         self._is_divided = group.size > 1
-        self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_whole
+        self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_full
         self.show(None)
 
     def offload_state(self, files: Files) -> None:
@@ -133,10 +134,10 @@ class ShardedParameter:
         return made
 
     def view_in(self, shard: Tensor) -> Tensor:
-        """Return this rank's part of the parameter in [S] elements that are laid out as the shard is; local.
+        """Return this rank's elements in [S] elements that are laid out as the shard is; local.
 
-        It has the shape of the parameter if it is all of it, and else as many dims, which optimizers and those who
-        make groups of parameters look at: [elements, 1, ...], or [0, ...].
+        The view has the parameter's shape if it has all elements, and otherwise [elements, 1, ...] or [0, ...]:
+        optimizers and users choose parameters by their number of dims.
         """
         first, last = self.bounds
         if first == last:
@@ -145,11 +146,11 @@ class ShardedParameter:
         return part.view(self.shape if last - first == self.numel else (-1, *[1] * (len(self.shape) - 1)))
 
     def show(self, copy: Tensor | None) -> None:
-        """Let the sharded parameter show a copy of the full one, [*shape]; None: this rank's part; local."""
+        """Let the sharded parameter show a copy of the full one, [*shape]; None: this rank's shard; local."""
         self._copy, sharded = copy, self.sharded
         sharded.__class__ = sharded.ordinary
         sharded.data = self._shown
-        self._made = _home_of(sharded)
+        self._made = _memory_of(sharded)
         if copy is None and self._is_divided:
             sharded.__class__ = ShardOfParameter
 
@@ -158,23 +159,31 @@ class ShardedParameter:
         return self.own if self._copy is None else self._copy
 
     def changed(self) -> Tensor | None:
-        """Return the part of the copy that this rank has, if it differs from the parameter; local."""
+        """Return this rank's elements of the copy if they differ from the shard, and else None; local."""
         if self._copy is None:
             return None
-        new = self._copy.reshape(-1)[slice(*self.bounds)].view(self.own.shape).to(self.own.device)
+        new = self._own_elements(self._copy).to(self.own.device)
         return None if torch.equal(self.own, new) else new
 
+    def _own_elements(self, full: Tensor) -> Tensor:
+        """Return this rank's elements of a full tensor, shaped as `own`."""
+        return full.reshape(-1)[slice(*self.bounds)].view(self.own.shape)
+
+    def load(self, full: Tensor) -> None:
+        """Copy this rank's elements of a full tensor into the shard; local."""
+        self.own.detach().copy_(self._own_elements(full))
+
     def set_gradient(self, gradient: Tensor) -> None:
-        """Give the sharded parameter a gradient, shaped as `own`, whatever the parameter shows; local."""
+        """Set the gradient, shaped as `own`, of the sharded parameter, whatever it shows; local."""
         shown, self.sharded.data = self.sharded.data, self.own
         self.sharded.grad = gradient
         self.sharded.data = shown
 
     def take_change(self, shown: nn.Parameter | None) -> None:
-        """Take over values that were put elsewhere, as converting a module does; local.
+        """Copy values into the shard that were put into other memory, as converting a module does; local.
 
         Args:
-            shown: What a module has under the parameter's name.
+            shown: The module's attribute of the parameter's name.
 
         Raises:
             ValueError: The parameter was replaced, changed in shape or dtype, unfrozen, or given a hook.
@@ -183,7 +192,7 @@ class ShardedParameter:
         expected = self._shown
         is_unfrozen = sharded.requires_grad and not self.flat.trains
         has_hooks = len(hooks_on(sharded)[0]) > 1  # one is our own
-        is_moved = _home_of(sharded) != self._made
+        is_moved = _memory_of(sharded) != self._made
         if shown is sharded and not (is_unfrozen or has_hooks or is_moved):
             return
         if is_unfrozen:
@@ -198,11 +207,11 @@ class ShardedParameter:
                 "called when p.grad is the average"
             )
         if shown is not sharded or (sharded.shape, sharded.dtype) != (expected.shape, expected.dtype):
-            what = "this rank's part" if expected.numel() < self.numel else "the whole parameter"
+            kind = "this rank's part" if expected.numel() < self.numel else "the whole parameter"
             got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
-            how = "was replaced or changed" if shown is not sharded else "was changed in shape or dtype"
+            change = "was replaced or changed" if shown is not sharded else "was changed in shape or dtype"
             raise ValueError(
-                f"parameter {self.name!r} {how} after wrapping: expected {what}, {expected.dtype} "
+                f"parameter {self.name!r} {change} after wrapping: expected {kind}, {expected.dtype} "
                 f"{list(expected.shape)}, got {got}. Change values in place under torch.no_grad(), or change the "
                 "model before it is wrapped"
             )
@@ -212,7 +221,7 @@ class ShardedParameter:
             sharded.data = expected
 
 
-def _home_of(tensor: Tensor) -> tuple[object, ...]:
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
@@ -220,30 +229,28 @@ class FlatParameter:
     """Some parameters of a unit, of one dtype.
 
     Args:
-        members: The parameters, as they were when the model was wrapped.
-        layout: Where each lies.
-        groups: The ranks that share it out, and where they compute.
+        members: The parameters as they were at wrapping.
+        layout: Offsets and shards.
+        groups: The ranks that shard it, and the device that computes.
         compute_dtype: Dtype of the buffer.
-        state: Where its values are.
-        offload: Where the shard lies instead of memory of the device, if anywhere.
-        label: Whose parameters they are, for messages.
+        kind: Owner of the buffer.
+        offload: Memory of the shard; None: that of the device.
+        label: The unit, for messages.
 
     Attributes:
-        label: The same.
-        group: The ranks that share it out.
-        place: The device of the buffer.
-        pinned: The memory of the CPU that the shard lies in, if it does.
+        group: The ranks that shard it.
+        device: The device of the buffer.
+        pinned: The pinned memory in which the shard lies; None if it does not.
         dtype: Dtype of the shard.
         sizes: Elements of each rank's shard.
-        parameters: The parameters.
         shard: [S] this rank's shard.
-        buffer: [P] what the unit computes with, once there is one.
-        is_resident: Whether the only copy of a node is computed with, and nothing is ever gathered.
-        in_place: Whether the shard lies in the buffer.
+        buffer: [P] the buffer; set by `set_buffer`.
+        is_resident: True if nothing is ever gathered.
+        in_place: True if the shard lies in the buffer.
         buffer_bytes: Size of the buffer.
-        is_valid: Whether the buffer holds the parameters' values.
-        trains: Whether its parameters are trained.
-        gathers_ahead: Whether it is gathered while another unit computes.
+        is_valid: True if the buffer holds the parameters' values.
+        trains: True if its parameters are trained.
+        gathers_ahead: True if it is gathered while another unit computes.
     """
 
     buffer: Tensor
@@ -254,35 +261,38 @@ class FlatParameter:
         layout: Layout,
         groups: ShardingGroups,
         compute_dtype: torch.dtype,
-        state: State,
+        kind: BufferKind,
         offload: Files | PinnedMemory | None = None,
         label: str = "",
     ) -> None:
         self.layout = layout
         self.label = label
         self.group = groups.shard
-        self.place = groups.place
+        self.device = groups.device
         self.pinned = offload if isinstance(offload, PinnedMemory) else None
         self.dtype = members[0].parameter.dtype
         self.compute_dtype = compute_dtype
-        self.state = state
+        self.kind = kind
         self.sizes = Sizes(layout.sizes)
         self.trains = members[0].parameter.requires_grad
-        self.is_resident = self.is_valid = state is State.RESIDENT
-        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and offload is None
+        self.is_resident = self.is_valid = kind is BufferKind.RESIDENT
+        in_own_buffer = kind is BufferKind.KEPT and self.dtype == compute_dtype and offload is None
         self.in_place = self.is_resident or in_own_buffer
         self.buffer_bytes = layout.total * compute_dtype.itemsize
-        self.shard = torch.empty(0, dtype=self.dtype, device=self.place)
+        self.shard = torch.empty(0, dtype=self.dtype, device=self.device)
         self.parameters = [ShardedParameter(member, self, index) for index, member in enumerate(members)]
         self.gathers_ahead = groups.gathers_beside_computation or self.pinned is not None
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Use [P] elements of memory that the ranks of a node have in common to compute with; local."""
+        """Use [P] elements of memory, shared by the ranks of a node, as the buffer; local."""
         self.buffer = buffer
         for parameter in self.parameters:
             parameter.use_buffer(buffer)
         if self.in_place:
-            self.set_shard(buffer[slice(*self.layout.bounds(self.group.rank))])
+            self.set_shard(self._own_slice(buffer))
+
+    def _own_slice(self, buffer: Tensor) -> Tensor:
+        return buffer[slice(*self.layout.bounds(self.group.rank))]
 
     def set_shard(self, shard: Tensor) -> None:
         """Use [S] elements of memory for the shard; local."""
@@ -290,14 +300,14 @@ class FlatParameter:
         for parameter in self.parameters:
             parameter.use_shard(shard, self.group)
 
-    def pieces(self) -> list[ShardedParameter | int]:
-        """Return the parameters in the order in which they lie, and between them elements of padding."""
-        pieces: list[ShardedParameter | int] = []
+    def spans(self) -> list[ShardedParameter | int]:
+        """Return the parameters in the order of their offsets, and between them elements of padding."""
+        spans: list[ShardedParameter | int] = []
         end = 0
         for parameter in sorted(self.parameters, key=lambda parameter: (parameter.offset, parameter.numel)):
-            pieces += [parameter.offset - end, parameter]
+            spans += [parameter.offset - end, parameter]
             end = parameter.offset + parameter.numel
-        return [piece for piece in [*pieces, self.layout.total - end] if piece != 0]
+        return [span for span in [*spans, self.layout.total - end] if span != 0]
 
     # ---- moving values ------------------------------------------------------------------------------------
 
@@ -310,55 +320,54 @@ class FlatParameter:
             return gather(buffer, own, self.sizes, async_op=self.gathers_ahead, label=self.label)
         return self.pinned.upload(
             own,
-            buffer[slice(*self.layout.bounds(self.group.rank))],
+            self._own_slice(buffer),
             lambda: gather(buffer, None, self.sizes, async_op=True, label=self.label),
         )
 
     def load(self, value_of: Callable[[ShardedParameter], Tensor | None]) -> None:
-        """Take the values that rank 0 has for some or all parameters; collective.
+        """Copy rank 0's values of some or all parameters into the shards; collective.
 
         Args:
             value_of: Called on rank 0 for each parameter; None leaves the parameter as it is.
         """
         values = [value_of(parameter) if self.group.rank == 0 else None for parameter in self.parameters]
         if self.is_resident:
-            self.group.barrier()  # nobody reads the old values any more
+            self.group.barrier()  # all ranks have read the old values
             for parameter, value in zip(self.parameters, values, strict=True):
                 if value is not None:
                     parameter.full.detach().copy_(value)
             self.group.barrier()
             return
-        given: list[bool] = self.group.broadcast_object([value is not None for value in values])
-        for parameter, value, is_given in zip(self.parameters, values, given, strict=True):
-            if is_given:
-                whole = torch.empty(parameter.shape, dtype=self.dtype, device=self.place)
+        has_value: list[bool] = self.group.broadcast_object([value is not None for value in values])
+        for parameter, value, is_loaded in zip(self.parameters, values, has_value, strict=True):
+            if is_loaded:
+                full = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
                 if value is not None:
-                    whole.copy_(value)
-                self.group.broadcast(whole)
-                own = parameter.own.detach()
-                own.copy_(whole.view(-1)[slice(*parameter.bounds)].view(own.shape))
+                    full.copy_(value)
+                self.group.broadcast(full)
+                parameter.load(full)
         self.is_valid = False
 
-    def whole(
+    def full_tensor(
         self, parameter: ShardedParameter, own: Tensor | None = None, *, on_first: bool = False
     ) -> Tensor | None:
-        """Return a copy of a whole parameter, or of another tensor that is divided as it is; collective.
+        """Return a copy of a full parameter, or of another tensor that is sharded as it is; collective.
 
         Args:
-            parameter: Which one.
-            own: This rank's part; None: that of the parameter.
-            on_first: Only rank 0 gets it, the others None.
+            parameter: The parameter.
+            own: This rank's shard of the other tensor; None: gather the parameter.
+            on_first: Only rank 0 gets the copy, the others None.
         """
-        if own is None and self.is_resident:  # other ranks' changes are in the buffer: callers have met before
+        if own is None and self.is_resident:  # callers have met, so other ranks' changes are in the buffer
             return None if on_first and self.group.rank else parameter.full.detach().clone()
-        part = (parameter.own if own is None else own).detach().reshape(-1)
+        shard = (parameter.own if own is None else own).detach().reshape(-1)
         if self.group.size == 1:
-            whole = part.clone()
+            full = shard.clone()
         elif on_first:
-            parts = self.group.gather(part, 0)
-            if parts is None:
+            shards = self.group.gather(shard, 0)
+            if shards is None:
                 return None
-            whole = torch.cat(parts)
+            full = torch.cat(shards)
         else:
-            whole = self.group.all_gather(part)
-        return whole.reshape(parameter.shape)
+            full = self.group.all_gather(shard)
+        return full.reshape(parameter.shape)

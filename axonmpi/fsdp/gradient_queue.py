@@ -1,17 +1,17 @@
-"""From whole gradients on every rank to the sum's shard on one.
+"""Reductions of full gradients to shards of their averages.
 
-    full.grad        | weight ........ | bias |     what autograd leaves, on each rank
+    full.grad        | weight ........ | bias |     the gradient that autograd leaves, on each rank
                           reduce-scatter
-    sharded.grad         | weight |                 the average over all ranks: this rank's shard of it
+    sharded.grad         | weight |                 this rank's shard of the average over all ranks
 
-Replicas average their shards after that. Gradients are reduced in one order on all ranks, whatever order they come
-in.
+Replicas average their shards after that. Gradients are reduced in one order on all ranks, in whatever order they
+become complete.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
-from ..wrapping.backward import launch_in_order, wait_for_all
+from ..wrapping.gradient_hooks import wait_for_all
 from ..wrapping.optimizer_hooks import mark_gradients, ordinary_gradients
 from ..wrapping.steps import STEP_FLAGS, Steps
 from .flat_parameter import FlatParameter, ShardedParameter
@@ -34,22 +34,22 @@ from .unit import Unit
 
 
 class FlatGradient:
-    """The gradient of a flat parameter.
+    """Gradient of a flat parameter, and its reduction.
 
     Args:
-        unit: The unit that it belongs to.
-        flat: The parameter.
+        unit: The unit of the parameter.
+        flat: The flat parameter.
         sum_dtype: Dtype in which gradients are summed and rounded.
-        replicas: The ranks that hold the same shard; None if there are no others.
-        offload: Where the gradient's shard lies instead of memory of the device, if anywhere.
+        replicas: The ranks with the same shard; None if there are no others.
+        offload: Memory of the gradient's shard; None: that of the device.
 
     Attributes:
-        shard: [S] memory of the gradient's shard, once there is one.
-        launched: Whether the reduction of this backward has begun.
+        shard: [S] the gradient's shard; None before the first reduction.
+        launched: True if the reduction of this backward has begun.
         arrived: Parameters that backward has come to.
-        defined: Those of them that had a gradient when the reduction began.
-        nodes: Autograd's, which bring the gradients.
-        whole_bytes: Size of what goes into its reduction.
+        defined: Parameters with a gradient when the reduction began.
+        nodes: Autograd's nodes of the full parameters, which forgets nodes that nobody keeps.
+        full_bytes: Size of the reduction's input.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class FlatGradient:
         self._wire_dtype = computed if sum_dtype in (computed, wide_dtype(computed)) else sum_dtype
         self._replicas = replicas
         self._offload = offload
-        self._pieces = flat.pieces()
-        shown = [parameter.sharded for parameter in flat.parameters]
-        self._axis = None if replicas is None else Axis(replicas, replicas.size)
-        if self._axis is not None:
-            mark_replicated(shown, self._axis)
-        self._divided = [sharded for sharded in shown if axes_of(sharded)]
-        self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
+        self._spans = flat.spans()
+        shards = [parameter.sharded for parameter in flat.parameters]
+        if replicas is not None:
+            self._axis = Axis(replicas, replicas.size)  # kept: a parameter's axis lasts as long as this reference
+            mark_replicated(shards, self._axis)
+        self._divided = [shard for shard in shards if axes_of(shard)]
+        self.full_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has arrived and what is under way; local."""
+        """Forget the gradients of a backward and their reduction; local."""
         self.launched = False
         self.arrived: set[ShardedParameter] = set()
         self.defined: set[ShardedParameter] = set()
@@ -89,21 +89,21 @@ class FlatGradient:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients of this backward are in."""
+        """True if backward has come to all parameters that are trained."""
         return all(p in self.arrived or not p.sharded.requires_grad for p in self.flat.parameters)
 
     def held(self) -> list[ShardedParameter]:
-        """Return the parameters with a gradient that was not reduced yet; local."""
+        """Return the parameters with a gradient that was not reduced; local."""
         return [parameter for parameter in self.flat.parameters if parameter.full.grad is not None]
 
     def launch(self, *, async_op: bool) -> None:
-        """Begin to reduce the gradients, zeros where there are none; collective."""
+        """Begin to reduce the gradients, with zeros for missing ones; collective."""
         self.launched = True
         self.defined.update(self.held())
         self._target = self._make_target()
         self._work = self.flat.group.backend.reduce_scatter_into(
             self._target,
-            [self._wire(piece) if isinstance(piece, ShardedParameter) else piece for piece in self._pieces],
+            [self._wire(span) if isinstance(span, ShardedParameter) else span for span in self._spans],
             self.flat.sizes,
             ReduceOp.AVERAGE,
             dtype=self._wire_dtype,
@@ -115,23 +115,23 @@ class FlatGradient:
             self._download()
 
     def _wire(self, parameter: ShardedParameter) -> Tensor | int:
-        """Return what is sent of a parameter's gradient, the number of its elements if it is zero."""
+        """Return a parameter's gradient in the dtype of the reduction; if it has none, its number of elements."""
         gradient = parameter.full.grad
         return parameter.numel if gradient is None else gradient.detach().to(self._wire_dtype)
 
     def wait(self) -> None:
-        """Wait until the reduction, if one is under way, has let go of the whole gradients; local."""
+        """Wait until this thread may use the result of the reduction, if one is under way; local."""
         if self._work is not None:
             self._work.wait(self.flat.group.backend.timeout)
 
     def let_go(self) -> None:
-        """Block this thread until the reduction, if one is under way, has let go of the whole gradients; local."""
+        """Block this thread until the reduction, if one is under way, has read the full gradients; local."""
         self.wait()
         if self._work is not None:
             wait_until(self._work.done, network_backoff())
 
     def _download(self) -> None:
-        """Begin to copy the reduced gradients to memory of the CPU, if their shard lies there; local."""
+        """Begin to copy the reduced gradients to the CPU, if their shard lies there; local."""
         pinned, source = self.flat.pinned, self._target
         if pinned is None or self._copied is not None:
             return
@@ -145,10 +145,10 @@ class FlatGradient:
     def finish(self, used: Sequence[int]) -> None:
         """Wait for the reduction and add its result to the sharded gradients; collective among replicas.
 
-        Hooks of users on the sharded parameters are called here, as autograd only comes to the full ones.
+        Users' hooks on the sharded parameters are called here, as autograd only comes to the full ones.
 
         Args:
-            used: For each parameter, whether any rank has a gradient.
+            used: For each parameter, nonzero if any rank has a gradient.
         """
         self.wait()
         assert self._target is not None
@@ -176,25 +176,25 @@ class FlatGradient:
         for parameter in self.flat.parameters:
             parameter.full.grad = None
 
-    def _add(self, parameter: ShardedParameter, piece: Tensor) -> None:
+    def _add(self, parameter: ShardedParameter, average: Tensor) -> None:
         if parameter.sharded.grad is not None:
-            parameter.sharded.grad.add_(piece)
+            parameter.sharded.grad.add_(average)
             return
         home = parameter.view_in(self._shard_memory())
-        if home.data_ptr() != piece.data_ptr():
-            home.copy_(piece)
+        if home.data_ptr() != average.data_ptr():
+            home.copy_(average)
         parameter.set_gradient(home)
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether there are no gradients that the next ones are added to."""
+        """True if there are no sharded gradients, to which the next ones would be added."""
         return all(parameter.sharded.grad is None for parameter in self.flat.parameters)
 
     def _make_target(self) -> Tensor:
         flat = self.flat
         if flat.pinned is None and self._is_fresh and self._sum_dtype == flat.dtype:
             return self._shard_memory()
-        return torch.empty(flat.shard.shape, dtype=self._sum_dtype, device=flat.place)
+        return torch.empty(flat.shard.shape, dtype=self._sum_dtype, device=flat.device)
 
     def _shard_memory(self) -> Tensor:
         if self.shard is None:
@@ -208,14 +208,14 @@ class GradientQueue:
     """The gradients of a model, in the order in which all ranks reduce them.
 
     Args:
-        gradients: All that are trained.
+        gradients: Gradients of all trained parameters.
         groups: The ranks.
-        most_bytes: Whole gradients that may be under way where units are gathered, in bytes; None: they are not.
+        most_bytes: Largest size of full gradients in reductions under way, in bytes, for a model with gathered
+            units; None for a model without.
 
     Attributes:
-        gradients: The same.
-        accumulates: Whether a backward has left gradients that were not averaged.
-        steps: Counts the model's steps.
+        accumulates: True if a backward has left gradients that were not averaged.
+        steps: Number of the model's training step.
     """
 
     def __init__(self, gradients: Sequence[FlatGradient], groups: ShardingGroups, most_bytes: int | None) -> None:
@@ -228,26 +228,32 @@ class GradientQueue:
         self._under_way: deque[FlatGradient] = deque()
 
     def launch_complete(self) -> None:
-        """Reduce gradients that are complete, as whole gradients are large; collective.
+        """Reduce complete gradients of a model without gathered units; collective.
 
-        Not where units are gathered: all ranks have to gather and reduce in one order, see `launch_after`.
+        With gathered units `launch_after` does, since all ranks gather and reduce in one order.
         """
         if self._most_bytes is None:
-            launch_in_order(self.gradients, self._launch, lambda gradient: gradient.is_complete)
+            self._launch_while(lambda gradient: gradient.is_complete)
 
     def launch_after(self, event: int) -> None:
         """Reduce gradients of units whose forward came after an event: their backward is over; collective.
 
-        Every rank comes here at the same time, while some may have no gradient for a parameter that others have.
+        Every rank comes here at the same point of backward, whether it has gradients of all parameters or not.
         """
-        launch_in_order(self.gradients, self._launch, lambda gradient: gradient.unit.first_event > event)
+        self._launch_while(lambda gradient: gradient.unit.first_event > event)
 
-    def _launch(self, gradient: FlatGradient) -> None:
-        self._under_way.append(gradient)
-        if self._most_bytes is not None:  # else another rank may first want something else of this one
-            while sum(each.whole_bytes for each in self._under_way) > self._most_bytes:
-                self._under_way.popleft().let_go()
-        gradient.launch(async_op=self._overlaps)
+    def _launch_while(self, is_ready: Callable[[FlatGradient], bool]) -> None:
+        """Begin reductions in order, up to the first gradient that is not ready; collective."""
+        for gradient in self.gradients:
+            if gradient.launched:
+                continue
+            if not is_ready(gradient):
+                break
+            self._under_way.append(gradient)
+            if self._most_bytes is not None:  # else another rank may first need another collective of this one
+                while sum(each.full_bytes for each in self._under_way) > self._most_bytes:
+                    self._under_way.popleft().let_go()
+            gradient.launch(async_op=self._overlaps)
 
     def keep(self) -> None:
         """Let the gradients of a backward accumulate; local."""
@@ -256,9 +262,9 @@ class GradientQueue:
             gradient.arrived.clear()
 
     def reduce_rest(self) -> None:
-        """Reduce the rest, ask which gradients any rank has, and hand the averages out; collective."""
+        """Reduce the remaining gradients, compare which parameters have any, and add the averages; collective."""
         held = [set(gradient.held()) for gradient in self.gradients]
-        # Reentrant checkpointing hands out the gradients of a parameter that it meets twice one by one.
+        # Reentrant checkpointing completes the gradient of a parameter twice, if two checkpoints share it.
         late = any(gradient.launched and holds for gradient, holds in zip(self.gradients, held, strict=True))
         used: list[int] = [
             parameter in holds or parameter in gradient.defined
@@ -266,12 +272,12 @@ class GradientQueue:
             for parameter in gradient.flat.parameters
         ]
         try:
-            launch_in_order(self.gradients, self._launch)
+            self._launch_while(lambda _: True)
             wait_for_all(gradient.wait for gradient in self.gradients)
-            told = self._on_any_rank([*self.steps.reduce(), late, *used])
+            flags = self._on_any_rank([*self.steps.reduce(), late, *used])
             self.accumulates = False
-            self.steps.check(told[:STEP_FLAGS], self._groups.both)
-            is_late, *used = told[STEP_FLAGS:]
+            self.steps.check(flags[:STEP_FLAGS], self._groups.both)
+            is_late, *used = flags[STEP_FLAGS:]
             for gradient in self.gradients:
                 count = len(gradient.flat.parameters)
                 gradient.finish(used[:count])

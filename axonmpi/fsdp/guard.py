@@ -1,7 +1,7 @@
-"""Errors of models that compute with something else than gathered parameters.
+"""Errors of models that compute with anything else than gathered parameters.
 
-Reading a parameter in a forward while its unit is not gathered, which optimizers may do; a parameter that was added
-after wrapping; or a graph of gradients.
+Three mistakes are refused: a forward reads a parameter whose unit is not gathered, which optimizers may do; a
+parameter is added after wrapping; backward makes a graph of gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..wrapping.partial import mark_state
+from ..wrapping.shard_tensors import mark_state
 from .unit import Unit
 
 
@@ -21,12 +21,15 @@ class ScatteredParameterError(ValueError):
 
 
 class GuardedParameters(dict[str, Any]):
-    """The parameters of a module; a forward may read gathered ones only.
+    """The parameters of a module, of which a forward may read gathered ones only.
 
     Args:
         parameters: The module's parameters.
-        may_read: Says whether parameters of a unit that is not gathered may be read all the same, given whether a
-            module that has some of them computes.
+        may_read: Returns True if parameters of a unit that is not gathered may be read. Its second argument is True
+            if a module is about to compute with them.
+
+    Attributes:
+        guarded: Unit and name of each sharded parameter, by the module's name for it.
     """
 
     def __init__(self, parameters: dict[str, Any], may_read: Callable[[Unit, bool], bool]) -> None:
@@ -40,11 +43,11 @@ class GuardedParameters(dict[str, Any]):
         return super().__getitem__(name)
 
     def check(self, attribute: str, *, computes: bool) -> None:
-        """Raise if a parameter must not be read now; collective where that makes it full, in backward.
+        """Raise if a parameter must not be read now; in backward, gather its unit instead, which is collective.
 
         Args:
             attribute: The module's name for it.
-            computes: Whether the module computes.
+            computes: True if the module is about to compute.
 
         Raises:
             ScatteredParameterError: It belongs to a unit that is not gathered.
@@ -52,83 +55,19 @@ class GuardedParameters(dict[str, Any]):
         unit, name = self.guarded[attribute]
         if unit.shows_full or self._may_read(unit, computes):
             return
-        where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
+        owner = f"unit {unit.name!r}" if unit.name else "the outermost unit"
         raise ScatteredParameterError(
-            f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values "
+            f"parameter {name!r} belongs to {owner} and was used outside of that unit's forward, while its values "
             "are spread over the ranks. Call the wrapped model (or the unit), call another method of the model "
             "after fsdp.register_forward_method(name), put the modules that use the parameter into one unit with "
             "units=..., or use it within `with fsdp.full_parameters():` and torch.no_grad()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: a copy would have this rank's parts, and no way to gather them."""
+        """Refuse: a copy would have this rank's shards, and no way to gather them."""
         raise TypeError(
             "a sharded module cannot be copied or pickled: load the wrapper's .full_state_dict() into a module "
             "that is not wrapped, or save that"
-        )
-
-
-class Members:
-    """The modules and parameters that a model had when it was wrapped.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # its hooks lead here
-        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
-        self._note_modules(model)
-
-    def _note_modules(self, model: nn.Module) -> None:
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._seen = self._ids()
-
-    def _ids(self) -> list[int]:
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        return [id(member) for module in modules for members in _members_of(module) for member in members.values()]
-
-    def check(self) -> None:
-        """Raise if the model has other parameters than it had; local.
-
-        Raises:
-            ValueError: Naming the first.
-        """
-        model = self._model()
-        if model is None or self._ids() == self._seen:
-            return
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in self._parameters:
-                raise ValueError(
-                    f"parameter {name!r} was added after wrapping: it is not sharded, and its gradient would stay "
-                    "each rank's own. Change the model before it is wrapped"
-                )
-        self._note_modules(model)  # such as an activation that was exchanged
-
-
-def _members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._modules, module._parameters
-
-
-def check_graph_of_gradients(units: Iterable[Unit], *, accumulates: bool) -> None:
-    """Refuse a backward that makes a graph of its gradients, where that cannot be right; local.
-
-    Args:
-        units: Of the model.
-        accumulates: Whether gradients go into `p.grad`, as `torch.autograd.grad` does not have it.
-
-    Raises:
-        ValueError: Says what to do instead.
-    """
-    if accumulates:
-        raise ValueError(
-            "backward(create_graph=True): p.grad would have no graph, as it is an average over ranks; use "
-            "torch.autograd.grad(..., inputs, create_graph=True), and backward() for the loss that is made of it"
-        )
-    if any(unit.lent is not None for unit in units):
-        raise ValueError(
-            "create_graph=True: units take turns in the memory that they are gathered in, so a backward "
-            "through gradients would not find their parameters; ShardingStrategy.SHARD_GRAD_OP keeps them"
         )
 
 
@@ -149,3 +88,64 @@ def _check_gathered(module: nn.Module, _args: object) -> None:
     for attribute, (unit, _) in parameters.guarded.items():
         if unit.module is not module:
             parameters.check(attribute, computes=True)
+
+
+class Members:
+    """The modules and parameters that a model had at wrapping.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # its hooks lead here
+        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self._note_modules(model)
+
+    def _note_modules(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._seen = self._ids()
+
+    def _ids(self) -> list[int]:
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        own = [members for module in modules for members in (module._modules, module._parameters)]
+        return [id(member) for members in own for member in members.values()]
+
+    def check(self) -> None:
+        """Raise if the model has a parameter that it did not have at wrapping; local.
+
+        Raises:
+            ValueError: Names the parameter.
+        """
+        model = self._model()
+        if model is None or self._ids() == self._seen:
+            return
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._parameters:
+                raise ValueError(
+                    f"parameter {name!r} was added after wrapping: it is not sharded, and its gradient would stay "
+                    "each rank's own. Change the model before it is wrapped"
+                )
+        self._note_modules(model)  # such as an activation that was exchanged
+
+
+def check_graph_of_gradients(units: Iterable[Unit], *, accumulates: bool) -> None:
+    """Refuse a backward that makes a graph of its gradients, if a backward through it would be wrong; local.
+
+    Args:
+        units: The units of the model.
+        accumulates: True if gradients go into `p.grad`, and False for `torch.autograd.grad`.
+
+    Raises:
+        ValueError: Names the remedy.
+    """
+    if accumulates:
+        raise ValueError(
+            "backward(create_graph=True): p.grad would have no graph, as it is an average over ranks; use "
+            "torch.autograd.grad(..., inputs, create_graph=True), and backward() for the loss that is made of it"
+        )
+    if any(unit.lent is not None for unit in units):
+        raise ValueError(
+            "create_graph=True: units take turns in the memory that they are gathered in, so a backward "
+            "through gradients would not find their parameters; ShardingStrategy.SHARD_GRAD_OP keeps them"
+        )

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat parameter, and which rank has which elements; integer arithmetic only."""
+"""Offsets of parameters in a flat parameter, and bounds of the ranks' shards; integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16
-"""Elements that every parameter and every shard begins at a multiple of."""
+"""Alignment of every parameter and every shard, in elements."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters lie in a flat one, and which part of it is whose.
+    """Layout of a flat parameter.
 
-        by elements     | weight ............. | bias | norm |pad|      every parameter where it comes, cut into
-                        | rank 0 | rank 1 | rank 2 | rank 3      |      equal shards
-        by parameters   | weight (rank 0) | bias norm (rank 1) | ...    every parameter whole on one rank
+        by elements     | weight ............. | bias | norm |pad|      parameters end to end, cut into equal shards
+                        | rank 0 | rank 1 | rank 2 | rank 3      |
+        by parameters   | weight (rank 0) | bias norm (rank 1) | ...    every parameter full on one rank
 
-    Everything begins at a multiple of 64 bytes or more, as memory that torch allocates does.
+    Parameters and shards begin at multiples of 64 bytes at least, as memory that torch allocates does.
 
     Attributes:
         numels: Elements of each parameter.
-        offsets: Where each begins.
-        sizes: Elements of each rank's shard; their sum is that of the flat parameter.
+        offsets: Index of each parameter's first element.
+        sizes: Elements of each rank's shard; their sum is the size of the flat parameter.
     """
 
     numels: tuple[int, ...]
@@ -39,30 +39,30 @@ class Layout:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's shard begins."""
+        """Offset of each rank's shard."""
         return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's shard begins and ends."""
+        """Return first and last index (exclusive) of a rank's shard."""
         return self.starts[rank], self.starts[rank] + self.sizes[rank]
 
     def holders(self, index: int) -> range:
-        """Return the ranks in whose shards a parameter lies, at once also for thousands of them."""
+        """Return the ranks whose shards have elements of a parameter, in logarithmic time."""
         start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
         if start == stop:
             return range(0)
         return range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
 
     def part(self, index: int, rank: int) -> tuple[int, int]:
-        """Return which elements of a parameter, from and to, lie in a rank's shard; equal if none do."""
+        """Return first and last index (exclusive) of a parameter's elements in a rank's shard; equal if none."""
         low, high = self.bounds(rank)
         start, numel = self.offsets[index], self.numels[index]
         first, last = max(low, start) - start, min(high, start + numel) - start
         return (first, last) if first < last else (0, 0)
 
     @functools.cached_property
-    def keeps_whole(self) -> bool:
-        """Whether no parameter is divided."""
+    def keeps_full(self) -> bool:
+        """True if every parameter is full on one rank."""
         ranks = range(len(self.sizes))
         return all(
             any(self.part(index, rank) == (0, numel) for rank in ranks) for index, numel in enumerate(self.numels)
@@ -70,7 +70,7 @@ class Layout:
 
 
 def by_elements(numels: Sequence[int], ranks: int) -> Layout:
-    """Lay parameters end to end and cut the whole into equal shards; local."""
+    """Lay parameters end to end and cut them into equal shards; local."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
@@ -80,12 +80,12 @@ def by_elements(numels: Sequence[int], ranks: int) -> Layout:
 
 
 def by_parameters(numels: Sequence[int], ranks: int, loads: list[int]) -> Layout:
-    """Give each parameter, the largest first, to the rank that has least so far; local.
+    """Give each parameter, the largest first, to the rank with the fewest elements so far; local.
 
     Args:
         numels: Elements of each parameter.
         ranks: Number of ranks.
-        loads: [ranks] elements that each rank has already; updated.
+        loads: [ranks] elements of each rank so far; updated in place.
     """
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):

@@ -1,34 +1,31 @@
-"""How much memory parameters, gradients and optimizer state take.
+"""Memory of parameters, gradients and optimizer state: measured, and computed for any strategy.
 
 A rank's bytes, for P parameter elements of b bytes, N nodes of L ranks, W = N·L, an optimizer with k numbers each:
 
     strategy         parameters                        gradients   optimizer
-    FULL_SHARD       b·P/W (and what is gathered)      b·P/W       k·b·P/W
-    SHARD_GRAD_OP    the same, the whole model once    b·P/W       k·b·P/W
-                     a node where it is gathered
+    FULL_SHARD       b·P/W (and gathered units)        b·P/W       k·b·P/W
+    SHARD_GRAD_OP    the same, or if units are         b·P/W       k·b·P/W
+                     gathered, b·P/L
     HYBRID_SHARD     b·P/L                             b·P/L       k·b·P/L
     NO_SHARD         b·P                               b·P         k·b·P
 
-What the ranks of a node have in common counts in equal shares.
+Shared memory of a node counts in equal shares for its ranks.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..utils.arguments import integer
-from .flat_parameter import FlatParameter, State
+from ..utils.process_memory import process_memory
+from .flat_parameter import BufferKind, FlatParameter
 from .layout import by_elements
 from .optimizers import state_tensors
 from .options import MixedPrecision, ShardingStrategy
 from .runtime import FSDPRuntime
 
 _MIB = 1 << 20
-_SAMPLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,14 @@ class FSDPMemoryStats:
 
     Attributes:
         total_params: Parameters of the model, on all ranks together.
-        param_memory_bytes: The rank's shard, and its share of the buffers that parameters are gathered in.
+        param_memory_bytes: The rank's shard, and its share of the buffers of gathered parameters.
         grad_memory_bytes: The gradient's shard.
         optim_memory_bytes: The optimizer's state for the shard.
         world_size: Ranks that train the model together.
-        unsharded_bytes: What parameters, gradients and state take together without sharding; None: what all ranks
-            have together, as if all of it were divided equally.
-        resident_bytes: All memory of the process, what it has in common with others in equal shares (its
-            proportional set size); 0 in an estimate, and where the system does not tell.
-        peak_bytes: The most memory that the process has had by itself so far, its resident set's high-water
-            mark; 0 in an estimate, and where the system does not tell.
+        unsharded_bytes: Parameters, gradients and state without sharding; None: the sum over all ranks.
+        resident_bytes: The process's proportional set size, in which shared memory counts in equal shares; 0 in an
+            estimate, and on systems without `/proc`.
+        peak_bytes: High-water mark of the process's resident set; 0 in an estimate, and on systems without `/proc`.
     """
 
     total_params: int
@@ -68,13 +63,13 @@ class FSDPMemoryStats:
         return self.total_memory_bytes / _MIB
 
     def memory_savings(self) -> float:
-        """Return the part of the memory that sharding saves, 0 to 1; 0.75 with everything on four ranks.
+        """Return the fraction of memory that sharding saves, 0 to 1: 0.75 if all is sharded over four ranks.
 
-        0 where it saves nothing, as on one rank, whose parts are padded.
+        On one rank it is 0, though padding makes the shard larger than the parameters.
         """
-        own, whole = self.total_memory_bytes, self.unsharded_bytes
-        whole = own * self.world_size if whole is None else whole
-        return max(0.0, 1 - own / whole) if whole else 0.0
+        own, full = self.total_memory_bytes, self.unsharded_bytes
+        full = own * self.world_size if full is None else full
+        return max(0.0, 1 - own / full) if full else 0.0
 
 
 def measured(runtime: FSDPRuntime) -> FSDPMemoryStats:
@@ -82,7 +77,7 @@ def measured(runtime: FSDPRuntime) -> FSDPMemoryStats:
     flats = runtime.flats
     sharers = len(runtime.groups.memory.node_ranks)
     lent = sum(buffer.memory.nbytes for buffer in {unit.lent for unit in runtime.units if unit.lent is not None})
-    kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
+    kept = sum(flat.buffer_bytes for flat in flats if flat.kind is not BufferKind.LENT)
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
     gradients = sum(gradient.shard.nbytes for gradient in runtime.queue.gradients if gradient.shard is not None)
     state = sum(tensor.nbytes for tensor in state_tensors(runtime))
@@ -108,7 +103,7 @@ def estimated(
     states: int,
     precision: MixedPrecision,
 ) -> FSDPMemoryStats:
-    """Compute the memory that a strategy would take; local."""
+    """Compute the memory of a strategy; local."""
     world = runtime.groups.size if world_size is None else integer("world_size", world_size, minimum=1)
     integer("optimizer_states", states, minimum=0)
     if ranks_per_node is not None:
@@ -120,10 +115,10 @@ def estimated(
     if world % local:
         raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")
     shards = {ShardingStrategy.NO_SHARD: 1, ShardingStrategy.HYBRID_SHARD: local}.get(strategy, world)
-    # Ranks that compute on a GPU are on a node without memory in common.
+    # Ranks that compute on GPUs do not share the memory of parameters.
     sharers = min(local, shards) if runtime.groups.memory is runtime.group.backend.control else 1
     parameters = gradients = state = 0
-    lent = []  # bytes that each unit is lent
+    lent = []  # bytes of each unit in lent buffers
     for unit in runtime.units:
         keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD) or not unit.name
         gathered = 0
@@ -156,49 +151,6 @@ def _count(flats: Iterable[FlatParameter]) -> int:
 
 
 def _unsharded(flats: Iterable[FlatParameter], others: int) -> int:
-    """Return the bytes of whole parameters and as many `others` of each: its gradient, an optimizer's numbers."""
+    """Return the bytes of full parameters, and of `others` more numbers each: gradient and optimizer state."""
     copies = [(flat, 1 + others if flat.trains else 1) for flat in flats]
     return sum(sum(flat.layout.numels) * flat.dtype.itemsize * count for flat, count in copies)
-
-
-def process_memory() -> tuple[int, int]:
-    """Return the process's proportional set size and the high-water mark of its resident set, in bytes; local."""
-    return _kib_of("/proc/self/smaps_rollup", "Pss:"), _kib_of("/proc/self/status", "VmHWM:")
-
-
-class PeakMemory:
-    """The most memory that this process has during a `with` block, sampled by a thread.
-
-    Attributes:
-        most: Its largest proportional set size so far, in bytes.
-    """
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        pause = _SAMPLE_SECONDS
-        while not self._ended.wait(pause):
-            begun = time.perf_counter()
-            self.most = max(self.most, process_memory()[0])
-            # The system counts page by page, and keeps the process from getting more meanwhile.
-            pause = max(_SAMPLE_SECONDS, 20 * (time.perf_counter() - begun))
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.most = max(self.most, process_memory()[0])
-
-
-def _kib_of(path: str, key: str) -> int:
-    try:
-        lines = Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

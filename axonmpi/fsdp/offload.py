@@ -1,15 +1,16 @@
-"""Parameters, gradients and optimizer state elsewhere than in the memory of the device that computes.
+"""Offload of parameters, gradients and optimizer state from the memory of the device that computes.
 
-    the device is the CPU       in files that are mapped into memory
-    it has memory of its own    in memory of the CPU, from and to which it copies while it computes:
+    a model on the CPU      to files that are mapped into memory
+    a model on a GPU        to pinned memory of the CPU; copies run beside the computation:
 
                          second stream: shard ──▶ buffer ── gather
         computing stream ── unit 1 ── unit 2 ──────────▶ unit 3 ── its gradient's shard ── ...
                                                                      third stream: └──▶ memory of the CPU
 
-The system keeps as much of files in memory as there is room for, and writes the rest to them. They have no names
-once they are mapped: nothing is left behind, however the job ends. A folder that was made for them goes with the
-last model that has files in it, or with the job.
+The kernel keeps as many pages of the files in memory as fit, and writes the others to disk. Mapped files are
+unlinked: nothing is left behind, however the job ends. A folder that was made for them is removed with the last
+    model
+that has files in it, or with the job.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from ..utils.torch_internals import plain_tensors
 from ..utils.waiting import network_backoff, wait_until
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems whose files are memory, so that nothing is gained by putting anything there."""
+"""File systems whose files take memory, to which an offload would gain nothing."""
 
 _REMOVALS = 1000
-"""How often other ranks' models may go, and the empty folder with each, while one file is made."""
+"""Largest number of times that other ranks remove the empty folder while this rank makes a file."""
 
 
 class Files:
     """Tensors in files of one folder.
 
     Args:
-        folder: Where the files are made; on a disk with room for them. Made with the first file if it is missing
-            then. None: the first folder for temporary files that is no memory.
+        folder: The folder, on a disk with room for the files; made with the first file if it is missing. None: the
+            first folder for temporary files on a disk.
 
     Raises:
-        ValueError: There is no such folder.
+        ValueError: No folder for temporary files is on a disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self.folder = _temporary_folder() if folder is None else Path(folder)
-        missing = [place for place in (self.folder, *self.folder.parents) if not place.exists()]
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         weakref.finalize(self, _remove_empty, missing)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
@@ -66,7 +67,7 @@ class Files:
         Args:
             shape: Its shape.
             dtype: Its dtype.
-            group: Ranks of one node that have the file in common; collective then. None: this rank alone; local.
+            group: Ranks of one node that share the file; collective then. None: this rank alone; local.
         """
         numel = prod(shape)
         if not numel:
@@ -87,7 +88,7 @@ class Files:
                 made[0].unlink()
 
     def _make(self, nbytes: int) -> tuple[Path, int]:
-        """Return path and inode of a new file."""
+        """Make a file; return its path and inode."""
         descriptor, name = self._new_file()
         try:
             os.ftruncate(descriptor, nbytes)
@@ -96,7 +97,7 @@ class Files:
             os.close(descriptor)
 
     def _new_file(self) -> tuple[int, str]:
-        """Return descriptor and path of an empty file, whether or not others remove the empty folder meanwhile."""
+        """Make an empty file while other ranks may remove the empty folder; return descriptor and path."""
         for _ in range(_REMOVALS):
             with contextlib.suppress(FileNotFoundError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,14 +118,14 @@ def _open_made(path: Path, inode: int) -> int:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders, the innermost first, that others have no files in; local."""
+    """Remove empty folders, the innermost first; local."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def _temporary_folder() -> Path:
-    """Return the first of the usual folders that is on a disk and can be written to; local."""
+    """Return the first usual folder that is on a disk and can be written to; local."""
     tried = list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp", os.getcwd()]))  # noqa: S108
     for folder in map(Path, tried):
         if os.access(folder, os.W_OK) and file_system_of(folder) not in IN_MEMORY:
@@ -136,13 +137,13 @@ def _temporary_folder() -> Path:
 
 
 def file_system_of(folder: Path) -> str:
-    """Return the kind of file system that a folder is on, empty where the system does not tell; local."""
+    """Return the kind of a folder's file system; empty on systems without `/proc`; local."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text("utf-8").splitlines()]
     except OSError:
         return ""
     above = [folder.resolve(), *folder.resolve().parents]
-    found = [(place, kind) for _, place, kind, *_ in mounts if Path(place) in above]
+    found = [(point, kind) for _, point, kind, *_ in mounts if Path(point) in above]
     return max(reversed(found), key=lambda entry: len(entry[0]), default=("", ""))[1]  # the last hides the others
 
 
@@ -150,10 +151,10 @@ _LIKE: tuple[Callable[..., Tensor], ...] = (torch.zeros_like, torch.empty_like, 
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter whose optimizer state goes into files: what is made `like` it lies there.
+    """A parameter whose optimizer state lies in files: tensors made by `zeros_like` and similar functions.
 
     Attributes:
-        files: Where.
+        files: The files.
     """
 
     files: Files
@@ -162,7 +163,7 @@ class OffloadedParameter(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Make tensors that are `like` this one in files; everything else is as usual."""
+        """Make results of `zeros_like` and similar functions in files; call other functions as usual."""
         kwargs = kwargs or {}
         with plain_tensors():
             files = getattr(args[0], "files", None) if function in _LIKE else None
@@ -183,7 +184,7 @@ class PinnedMemory:
     The optimizer steps on the CPU then, and keeps its state there.
 
     Args:
-        device: Computes later than it is told to.
+        device: A device that computes asynchronously.
     """
 
     def __init__(self, device: Device) -> None:
@@ -199,15 +200,15 @@ class PinnedMemory:
         return self._device.pinned_empty(shape, dtype)
 
     def upload(self, source: Tensor, target: Tensor, then: Callable[[], Work | None]) -> Work:
-        """Copy and convert to the device, beside computations, once what was told before has let go of `target`.
+        """Copy and convert to the device beside computations, after earlier ones have read `target`; local.
 
         Args:
-            source: In this memory; leave it alone until `settle`.
-            target: On the device.
-            then: Begins what follows on the device.
+            source: A tensor in this memory; leave it alone until `settle`.
+            target: A tensor on the device.
+            then: Begins the work that follows the copy on the device.
 
         Returns:
-            The Work of both.
+            The Work of the copy and of that work.
         """
         device = self._device
         device.wait(self._up, device.record(device.current_stream()))
@@ -222,12 +223,12 @@ class PinnedMemory:
         return _Uploaded(device, device.record(self._up))
 
     def download(self, source: Tensor, target: Tensor, after: Work | None) -> Any:
-        """Copy from the device, beside computations; local.
+        """Copy from the device beside computations; local.
 
         Args:
-            source: On the device.
-            target: In this memory, of the same dtype.
-            after: What `source` is the result of.
+            source: A tensor on the device.
+            target: A tensor in this memory, of the same dtype.
+            after: The Work whose result `source` is, if any.
 
         Returns:
             The event after which `target` may be read, see `block`.
@@ -246,28 +247,28 @@ class PinnedMemory:
         self._device.block(event)
 
     def settle(self) -> None:
-        """Block this thread until all copies to the device are made, so that their sources may change; local."""
+        """Block this thread until all copies to the device are done and their sources may change; local."""
         self._device.block(self._device.record(self._up))
 
 
 class _Uploaded(Work):
-    """What a stream was told up to an event."""
+    """The Work of a stream up to an event."""
 
     def __init__(self, device: Device, event: Any) -> None:
         self._device = device
         self._event = event
 
     def wait(self, timeout: Seconds | None = None) -> None:
-        """Let what this thread tells the device from now on begin after it; with a time-out, block until then."""
+        """Make the current stream wait for the event; with a timeout, block this thread until it is complete."""
         limit = seconds("timeout", timeout, positive=False)
         if limit is not None and not wait_until(self.done, network_backoff(), limit):
             raise CollectiveTimeoutError(f"parameters were not gathered after {limit:g} s")
         self._device.wait(self._device.current_stream(), self._event)
 
     def done(self) -> bool:
-        """Say whether the device has done it."""
+        """Return True if the event is complete."""
         return self._device.is_complete(self._event)
 
     def result(self) -> None:
-        """Wait; there is no value."""
+        """Wait and return None."""
         self.wait()

@@ -1,14 +1,11 @@
-"""Checks and barriers around the step of an optimizer.
+"""Checks before a step of an optimizer on a sharded model, and the scaler of losses.
 
-Hooks on all of torch's optimizers refuse a step with other parameters than this rank's parts, one that would leave
-out gradients which were not averaged yet, and one that needs more of the parameters than a rank has. Ranks meet
-before a step if one of them may still be reading the parameters that are about to change. The scaler of losses is
-here too, since a step is skipped on all ranks or on none.
+A step is refused if its parameters are not the shards, if gradients were not averaged yet, or if it needs more of
+the parameters than a rank has. The ranks meet before a step if one of them may be reading the shards.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +22,8 @@ from ..utils.arguments import hint
 from ..wrapping.optimizer_hooks import (
     OF_ALL_PARAMETERS,
     OF_WHOLE_PARAMETERS,
-    around_steps,
+    after_steps,
+    before_steps,
     ordinary_gradients,
     parameters_of,
 )
@@ -34,29 +32,24 @@ from .flat_parameter import COMPUTED_WITH
 from .runtime import FSDPRuntime
 
 _RUNTIME = "_axonmpi_runtime"
-_runtimes: weakref.WeakKeyDictionary[FSDPRuntime, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
+"""Attribute of a sharded parameter: a weak reference to the model's runtime."""
 
 
 def state_tensors(runtime: FSDPRuntime) -> Iterator[Tensor]:
-    """Yield the tensors that optimizers which have stepped keep for this rank's parts of a model; local."""
-    parts = {id(parameter.sharded) for parameter in runtime.parameters}
-    for optimizer in _runtimes[runtime]:
-        for part, state in optimizer.state.items():
-            if id(part) in parts:
+    """Yield the tensors of optimizer state for this rank's shards of a model, after the first step; local."""
+    shards = {id(parameter.sharded) for parameter in runtime.parameters}
+    for optimizer in runtime.optimizers:
+        for shard, state in optimizer.state.items():
+            if id(shard) in shards:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def watch_optimizers(runtime: FSDPRuntime) -> None:
     """Check the steps of optimizers on a model's parameters; local."""
-    _install()
-    _runtimes[runtime] = weakref.WeakSet()
+    before_steps(_before_step)
+    after_steps(_after_step)
     for parameter in runtime.parameters:
         setattr(parameter.sharded, _RUNTIME, weakref.ref(runtime))
-
-
-@functools.cache
-def _install() -> None:
-    around_steps(_before_step, _after_step)
 
 
 def _before_step(optimizer: Optimizer) -> None:
@@ -70,19 +63,19 @@ def _before_step(optimizer: Optimizer) -> None:
 
 def _after_step(optimizer: Optimizer) -> None:
     for runtime in _runtimes_of(optimizer):
-        _runtimes[runtime].add(optimizer)
+        runtime.optimizers.add(optimizer)
         runtime.end_step()
 
 
 def _runtimes_of(optimizer: Optimizer) -> list[FSDPRuntime]:
-    found: dict[FSDPRuntime, None] = {}
+    runtimes: dict[FSDPRuntime, None] = {}
     for parameter in parameters_of(optimizer):
         _check_current(parameter)
         reference = getattr(parameter, _RUNTIME, None)
         runtime = None if reference is None else reference()
         if runtime is not None:
-            found[runtime] = None
-    return list(found)
+            runtimes[runtime] = None
+    return list(runtimes)
 
 
 def _check_current(parameter: Tensor) -> None:
@@ -103,7 +96,7 @@ def _check_sees_enough(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
             f"{type(optimizer).__name__} takes products over all parameters, of which a rank has a part: wrap the "
             "model with sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
         )
-    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_whole for flat in runtime.flats):
+    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_full for flat in runtime.flats):
         raise ValueError(
             f"the step of {type(optimizer).__name__} needs whole parameters, and a rank has parts of them: wrap "
             "the model with shard_by='parameters'"
@@ -125,9 +118,9 @@ def _check_averaged(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
 
 
 class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` that skips a step on all ranks if any rank's part of the gradients is not finite.
+    """A `torch.amp.GradScaler` that skips a step on all ranks if gradients are not finite on any rank.
 
-    With torch's own, ranks whose part is finite would step while others do not, and the scales would part ways.
+    torch's own compares one rank's shards: some ranks would step and others not, and their scales would differ.
     `unscale_()` and `step()` are collective.
 
     Args:
@@ -137,7 +130,7 @@ class ShardedGradScaler(GradScaler):
             `growth_interval`, `enabled`.
 
     Raises:
-        TypeError: `device` is no name, or `process_group` no group.
+        TypeError: `device` is no name of a device, or `process_group` no group.
     """
 
     def __init__(self, device: str = "cpu", process_group: ProcessGroup | None = None, **options: Any) -> None:
@@ -151,8 +144,8 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         with ordinary_gradients(parameters_of(optimizer)):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        place = next((parameter.device for parameter in parameters_of(optimizer)), found_inf.device)
-        own = found or {place: found_inf.to(place)}  # a rank may have a part of no parameter
+        device = next((parameter.device for parameter in parameters_of(optimizer)), found_inf.device)
+        own = found or {device: found_inf.to(device)}  # a rank may have no element of any parameter
         for flag in own.values():
             self._group.all_reduce(flag, ReduceOp.MAX)
         return own

@@ -18,20 +18,20 @@ from torch import nn
 
 from ..errors import DtypeError
 from ..utils.arguments import hint
-from ..wrapping.autograd import map_tensors
+from ..wrapping.nested import map_tensors
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class ShardingStrategy(enum.Enum):
-    """What is divided among the ranks.
+    """Sharding of parameters, gradients and optimizer state.
 
     Attributes:
-        FULL_SHARD: Parameters, gradients and optimizer state; a unit is gathered when it computes (ZeRO-3).
-        SHARD_GRAD_OP: The same, but what was gathered in forward is kept for backward (ZeRO-2).
-        NO_SHARD: Nothing, as in data parallelism.
-        HYBRID_SHARD: As FULL_SHARD among the ranks of a node, while nodes hold replicas.
+        FULL_SHARD: All three are sharded; a unit is gathered when it computes (ZeRO-3).
+        SHARD_GRAD_OP: The same, but gathered parameters are kept from forward for backward (ZeRO-2).
+        NO_SHARD: Nothing is sharded, as in data parallelism.
+        HYBRID_SHARD: As FULL_SHARD among the ranks of a node; each node has a replica.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
     """
@@ -43,17 +43,17 @@ class ShardingStrategy(enum.Enum):
 
 
 class CPUOffload(enum.Enum):
-    """What lies elsewhere than in the memory of the device that computes, so that it may be larger than that.
+    """Offload of shards to larger memory than that of the device that computes.
 
-    For a model on the CPU that is files that are mapped into memory. For one on a GPU it is memory of the CPU, and
-    then the same for both: parameters are copied to the GPU and gradients back while it computes, and the optimizer
-    steps on the CPU, where it has its state. Whoever changes parameters by hand after a forward without a backward
-    calls an optimizer's step, a state's loading or `torch.cuda.synchronize()` in between.
+    A model on the CPU is offloaded to files that are mapped into memory. A model on a GPU is offloaded to the
+    CPU, with PARAMS as with FULL: parameters are copied to the GPU and gradients back while it computes, and the
+    optimizer steps on the CPU. Before you change parameters by hand after a forward without a backward, call an
+    optimizer's step, load a state or call `torch.cuda.synchronize()`.
 
     Attributes:
-        NONE: Nothing.
-        PARAMS: The parameters.
-        FULL: The parameters, their gradients and the optimizer's state.
+        NONE: Nothing is offloaded.
+        PARAMS: The parameters are.
+        FULL: The parameters, their gradients and the optimizer's state are.
     """
 
     NONE = "none"
@@ -66,18 +66,16 @@ class MixedPrecision:
     """Dtypes of computation and communication; the sharded parameters keep their own.
 
     Attributes:
-        param_dtype: Parameters are converted to it when they are gathered, and so are a unit's floating-point
-            inputs.
-            None: not at all.
-        reduce_dtype: Gradients are summed and rounded in it; None: in that of the gradients, or float32 if that
-            has 16 bits.
-        buffer_dtype: Floating-point buffers are converted to it once; None: not at all.
-        keep: Classes of modules that compute in the dtype of their parameters and buffers: what they are given is
-            converted to it, and what they return to `param_dtype`. Batch norms always do.
+        param_dtype: Dtype of gathered parameters and of a unit's floating-point inputs; None: no conversion.
+        reduce_dtype: Dtype in which gradients are summed and rounded; None: that of the gradients, or float32 if
+            that has 16 bits.
+        buffer_dtype: Dtype of floating-point buffers, which are converted once; None: no conversion.
+        keep: Classes of modules that compute in the dtype of their parameters and buffers: their inputs are
+            converted to it, and their outputs to `param_dtype`. Batch norms always do.
 
     Raises:
-        DtypeError: One of them is no floating-point dtype.
-        TypeError: `keep` has something else than classes of modules.
+        DtypeError: A dtype is no floating-point dtype.
+        TypeError: `keep` has anything else than classes of modules.
     """
 
     param_dtype: torch.dtype | None = torch.bfloat16
@@ -115,10 +113,10 @@ class MixedPrecision:
 
 
 def checked_precision(mixed_precision: object) -> MixedPrecision:
-    """Return the dtypes that a user asked for; local.
+    """Check and return the dtypes of mixed precision; local.
 
     Raises:
-        TypeError: It is neither True nor False nor a `MixedPrecision`.
+        TypeError: The argument is neither True nor False nor a `MixedPrecision`.
     """
     if mixed_precision is True:
         return MixedPrecision()
@@ -131,7 +129,7 @@ def checked_precision(mixed_precision: object) -> MixedPrecision:
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments with their floating-point tensors converted, in nested containers, too; local."""
+    """Return arguments with their floating-point tensors converted, also in nested containers; local."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -152,19 +150,16 @@ def keep_precision(kept: Iterable[nn.Module], dtype: torch.dtype, is_off: Callab
         dtype: Dtype of the other modules' computation.
         is_off: Returns True while the model computes without mixed precision.
     """
+
+    def widen(own: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if is_off() else converted((args, kwargs), own)
+
+    def narrow(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return None if is_off() else converted(output, dtype)
+
     for module in kept:
         tensors = (*module.parameters(), *module.buffers())
         own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
         if own is not None:
-            module.register_forward_pre_hook(partial(_widen, own, is_off), with_kwargs=True)
-            module.register_forward_hook(partial(_narrow, dtype, is_off))
-
-
-def _widen(
-    dtype: torch.dtype, is_off: Callable[[], bool], _module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any] | None:
-    return None if is_off() else converted((args, kwargs), dtype)
-
-
-def _narrow(dtype: torch.dtype, is_off: Callable[[], bool], _module: nn.Module, _args: Any, output: Any) -> Any:
-    return None if is_off() else converted(output, dtype)
+            module.register_forward_pre_hook(partial(widen, own), with_kwargs=True)
+            module.register_forward_hook(narrow)

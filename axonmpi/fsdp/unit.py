@@ -1,12 +1,12 @@
-"""Parameters that modules show: this rank's parts, or full ones.
+"""Units, the modules whose parameters are gathered together, and full parameters that users gather by hand.
 
-    Unit              a module whose parameters are gathered together, for as long as it computes
-    LentBuffer        memory that such units take turns in
-    FullParameters    copies of all full parameters for the user, on every rank:
+    Unit              shows a module this rank's shards, or full parameters while it computes
+    LentBuffer        memory in which units are gathered one after the other
+    FullParameters    copies of all full parameters on every rank, for users:
 
-        gather      sharded parameters show full ones, copies of this rank's own
-        forward     computes with the shards, as always, once they have what was changed in the copies
-        step        parameters show the shards while an optimizer steps, and the copies again after it
+        gather      sharded parameters show the copies
+        forward     computes with the shards, after changes of the copies were taken over
+        step        parameters show the shards while an optimizer steps, and then the copies again
         reshard     parameters show the shards
 
 The parameters are the same objects all the time: an optimizer has them, whenever it was built.
@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from ..across_ranks.comparison import raised_on_all
 from ..types import Work
 from ..utils.torch_internals import plain_tensors, set_version
-from .flat_parameter import FlatParameter, ShardedParameter, State
+from .flat_parameter import BufferKind, FlatParameter, ShardedParameter
 
 
 class LentBuffer:
     """Memory that is lent to one unit after the other.
 
     Args:
-        memory: [bytes] uint8 that the ranks of a node have in common.
+        memory: [bytes] uint8, shared by the ranks of a node.
 
     Attributes:
-        users: How many units it is lent to.
+        users: Number of units that it is lent to.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -59,16 +59,16 @@ class Unit:
         name: Its name in the model.
         module: The module.
         flats: Its parameters.
-        lent: Where parameters without a buffer of their own are gathered.
+        lent: Memory for parameters without a buffer of their own; None if there are none.
 
     Attributes:
         parameters: Its parameters, one by one.
-        is_resident: Whether nothing of it is ever gathered.
-        active: How many forwards of the module are going on; parameters are full meanwhile.
-        shown: Whether parameters are full because backward computes something once more.
-        first_event: When its first forward began that no backward has followed yet; infinite if there is none.
-        version: Counts the changes of the shard, as of the last forward.
-        pending: The gathering that has begun and not ended.
+        is_resident: True if nothing of it is ever gathered.
+        active: Number of forwards of the module that are running; parameters are full meanwhile.
+        shown: True if parameters are full because backward recomputes something.
+        first_event: Number of the begin of its first forward without a backward so far; infinite if there is none.
+        version: Number of changes of the shards at the time of the last forward.
+        pending: Gathers under way.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class Unit:
 
     @property
     def is_training(self) -> bool:
-        """Whether the module is in training mode."""
+        """True if the module is in training mode."""
         module = self._module()
         return module is not None and module.training
 
     @property
     def is_valid(self) -> bool:
-        """Whether its parameters can be computed with."""
+        """True if the buffers hold its parameters."""
         return all(flat.is_valid for flat in self.flats) and (self.lent is None or self.lent.holder is self)
 
     @property
     def shows_full(self) -> bool:
-        """Whether modules have the full parameters."""
+        """True if modules have the full parameters."""
         return self.shown or self.active > 0
 
     def show_sharded(self) -> None:
-        """Let the modules have this rank's parts of the parameters; local."""
+        """Let the modules have this rank's shards of the parameters; local."""
         self.shown = False
         for parameter in self.parameters:
-            _put(parameter, parameter.sharded)
+            _set_attributes(parameter, parameter.sharded)
 
     def show_full(self) -> None:
         """Let the modules have the full parameters; local."""
@@ -123,10 +123,10 @@ class Unit:
                 full, sharded = parameter.full, parameter.sharded
                 if full.requires_grad is not sharded.requires_grad:
                     full.requires_grad_(sharded.requires_grad)
-                _put(parameter, full)
+                _set_attributes(parameter, full)
 
     def take_changes(self) -> None:
-        """Take over values that were put elsewhere; local.
+        """Copy values into the shards that were put into other memory; local.
 
         Raises:
             ValueError: A parameter was replaced, changed in shape or dtype, or given a hook.
@@ -136,13 +136,13 @@ class Unit:
                 parameter.take_change(dict.get(owner._parameters, attribute))
 
     def begin_gather(self) -> None:
-        """Begin to fill the buffers, where that is not done; collective."""
+        """Begin to fill the buffers, unless they are valid or being filled; collective."""
         if self.is_valid or self.pending:
             return
         if self.lent is not None:
             self._take_buffer(self.lent)
-        lent = [flat for flat in self.flats if flat.state == State.LENT]
-        stale = [flat for flat in self.flats if flat.state == State.KEPT and not flat.is_valid]
+        lent = [flat for flat in self.flats if flat.kind is BufferKind.LENT]
+        stale = [flat for flat in self.flats if flat.kind is BufferKind.KEPT and not flat.is_valid]
         self.pending = [flat.gather() for flat in [*lent, *stale]]
 
     def _take_buffer(self, lent: LentBuffer) -> None:
@@ -158,7 +158,8 @@ class Unit:
             if holder.shown:
                 holder.show_sharded()
         lent.holder = self
-        set_version(lent.memory, 0)  # what autograd saved of another unit is not to be used
+        # Autograd refuses a backward that has saved another unit's parameters, which lay here.
+        set_version(lent.memory, 0)
 
     def finish_gather(self) -> None:
         """Wait until the buffers are filled; local."""
@@ -170,17 +171,17 @@ class Unit:
             set_version(self.lent.memory, self._version_in_buffer)
 
     def gather(self) -> None:
-        """Fill the buffers, where that is not done; collective."""
+        """Fill the buffers, unless they are valid; collective."""
         self.begin_gather()
         self.finish_gather()
 
     def changes(self) -> int:
-        """Count the changes of the shards by this rank so far."""
+        """Return the number of changes of the shards by this rank so far; local."""
         return sum(int(flat.shard._version) for flat in self.flats if not flat.is_resident)
 
 
-def _put(parameter: ShardedParameter, shown: nn.Parameter) -> None:
-    """Set an attribute of modules, also of modules that do more then, as recurrent ones do, which keep lists."""
+def _set_attributes(parameter: ShardedParameter, shown: nn.Parameter) -> None:
+    """Set a parameter's attributes; by `__setattr__` in modules such as recurrent ones, which also keep lists."""
     for module, attribute in parameter.owners:
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[attribute] = shown
@@ -189,15 +190,14 @@ def _put(parameter: ShardedParameter, shown: nn.Parameter) -> None:
 
 
 class FullParameters:
-    """Lets sharded parameters show copies of the full ones.
+    """Copies of the full parameters, which sharded parameters show to users.
 
     Args:
         flats: The parameters of a model; there is one at least.
-        writeback: Whether changes of the copies are taken over, by each rank those of its part.
+        writeback: Take changes of the copies over, each rank those of its shard.
 
     Attributes:
-        writeback: The same.
-        shown: Whether the copies are shown now.
+        shown: True while the copies are shown.
     """
 
     def __init__(self, flats: Sequence[FlatParameter], *, writeback: bool) -> None:
@@ -211,20 +211,20 @@ class FullParameters:
         """Show full parameters; collective."""
         self._group.barrier()  # all changes of the shards are made
         for parameter in self._parameters:
-            whole = parameter.flat.whole(parameter)
-            assert whole is not None
-            parameter.show(whole.to(parameter.flat.place))  # modules compute with it
+            full = parameter.flat.full_tensor(parameter)
+            assert full is not None
+            parameter.show(full.to(parameter.flat.device))  # modules compute with it
         self.shown = True
 
     def hide(self) -> None:
-        """Show this rank's parts again; local."""
+        """Show this rank's shards again; local."""
         self.shown = False
         for parameter in self._parameters:
             parameter.show(None)
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Take over changes of the copies, if they are shown; collective.
+        """Copy changes of the copies into the shards, if the copies are shown; collective.
 
         Raises:
             ValueError: There are changes, which are to be dropped; on all ranks.
@@ -233,11 +233,11 @@ class FullParameters:
             return
         changed = ((parameter, new) for parameter in self._parameters if (new := parameter.changed()) is not None)
         if self.writeback:
-            self._group.barrier()  # nobody reads the shards any more
+            self._group.barrier()  # all ranks have read the shards
             for parameter, new in changed:
                 parameter.own.copy_(new)
             return
-        with raised_on_all(self._group.backend):  # one rank alone may see it in its part
+        with raised_on_all(self._group.backend):  # one rank alone may see it in its shard
             for parameter, _ in changed:
                 raise ValueError(
                     f"parameter {parameter.name!r} was changed within full_parameters(writeback=False), which "

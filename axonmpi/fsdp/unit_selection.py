@@ -1,4 +1,4 @@
-"""Which submodules are gathered together.
+"""Selection of units, the submodules that are gathered together.
 
     model                       unit "" (the rest: embedding, norm, head)
       ├─ embedding
@@ -30,8 +30,8 @@ class Member:
 
     Attributes:
         name: The first of its names in the model.
-        parameter: The parameter as it was when the model was wrapped.
-        owners: The modules that it is an attribute of, with the attribute's name.
+        parameter: The parameter as it was at wrapping.
+        owners: The modules with the parameter as an attribute, and the attribute's name.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Member:
 
 @dataclass
 class UnitPlan:
-    """A module that is gathered as one.
+    """A module whose parameters are gathered together.
 
     Attributes:
         name: The module's name in the model, empty for the model itself.
         module: The module.
-        depth: How many units it lies in.
+        depth: Number of units around it.
         members: Its parameters.
     """
 
@@ -61,15 +61,15 @@ def find_units(model: nn.Module, units: object = None) -> dict[str, nn.Module]:
 
     Args:
         model: The model.
-        units: Classes, names (with wildcards as in file names) or functions of a module, or of name and module,
-            that say whether it is a unit; one or several. None: repeated blocks, which are modules of one class
-            in a `ModuleList`, `ModuleDict` or `Sequential`.
+        units: One or several rules: classes, names (with wildcards as in file names), or functions of a module,
+            or of name and module, that return True for a unit. None: repeated blocks, which are modules of one
+            class in a `ModuleList`, `ModuleDict` or `Sequential`.
 
     Returns:
         The units by name, in the model's order; the model itself is not among them.
 
     Raises:
-        TypeError: `units` is something else.
+        TypeError: A rule is neither a class nor a name nor a function.
         ValueError: A class or name matches nothing.
     """
     candidates = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
@@ -116,7 +116,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a class that a container has several of, and look no deeper into them."""
+    """Yield modules of a class that their container has several of; submodules of these are not searched."""
     children = list(dict.fromkeys(module.children()))
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     kinds = [type(child) for child in children if _is_block(child)]
@@ -136,7 +136,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def plan_units(model: nn.Module, chosen: dict[str, nn.Module]) -> list[UnitPlan]:
-    """Give every parameter to a unit; local.
+    """Assign every parameter to a unit; local.
 
     Args:
         model: The model.

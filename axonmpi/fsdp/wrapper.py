@@ -1,4 +1,4 @@
-"""The module wrapper of fully sharded data parallelism."""
+"""Module wrapper of fully sharded data parallelism: the public class."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..groups.process_group import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, member
 from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
-from ..wrapping.backward import accumulating
+from ..wrapping.gradient_hooks import accumulating
 from ..wrapping.state_names import Wrapper
-from . import memory, state
-from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers, places_of
+from . import full_state, memory
+from .construction import Choices, build_flats, devices_of, initialise, initialise_buffers, lend_buffers
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
@@ -40,40 +40,39 @@ from .unit_selection import UnitPlan, find_units, plan_units
 
 
 class FullyShardedDataParallel(Wrapper, ClipsGradients):
-    """Trains one model whose parameters, gradients and optimizer state are divided among the ranks of a group.
+    """A model whose parameters, gradients and optimizer state are sharded over the ranks of a group.
 
-    The parameters become this rank's parts of them, under their names; any `torch.optim` optimizer on
-    `fsdp.parameters()` updates these. Whole parameters are there while a unit computes. On one node they are always
-    there, once for all its ranks, and nothing is gathered. Gradients are averaged over all ranks, as in data
-    parallelism: with equal parts of the batch, a step equals one of a single process on the joined batch.
+    The model's parameters become this rank's shards, under the same names; any `torch.optim` optimizer on
+    `fsdp.parameters()` updates these. Parameters are full while their unit computes. Ranks of one node compute
+    with one copy in shared memory, and nothing is gathered. Gradients are averaged over all ranks, as in data
+    parallelism: with equal slices of the batch, a step equals one of a single process on the joined batch.
 
-    Construction, forward, backward and the methods that say so are collective: all ranks of the group must do
-    them in the same order. Parameters and buffers begin with the values that rank 0 has.
+    Construction, forward, backward and the methods that say so are collective: all ranks of the group call them in
+    the same order. Parameters and buffers begin with rank 0's values.
 
     Args:
-        module: The model, built in the same way on all ranks, its parameters on one device that the group takes. On
-            the meta device it is initialised unit by unit, where the group has its memory: on this rank's GPU, if
-            the world began with "nccl" or "mpi+nccl".
-        process_group: The ranks; None means all. For HYBRID_SHARD also a pair: the group that shares a replica out,
-            and the group of ranks with the same shard.
-        sharding_strategy: What is divided; a `ShardingStrategy`, or its name.
-        cpu_offload: What lies elsewhere than in the memory of the device that computes, see `CPUOffload`.
+        module: The model, built in the same way on all ranks, with its parameters on one device that the group
+            takes. A model on the meta device is initialised unit by unit, on this rank's GPU if the world began
+            with "nccl" or "mpi+nccl", and else on the CPU.
+        process_group: The ranks; None means all. For HYBRID_SHARD also a pair: the group that shards a replica, and
+            the group of ranks with the same shard.
+        sharding_strategy: A `ShardingStrategy`, or its name.
+        cpu_offload: A `CPUOffload`, or its name.
         mixed_precision: True computes in bfloat16 and sums gradients in float32; or a `MixedPrecision`.
-        units: Which submodules are gathered as one: classes, names (with wildcards) or functions of a module; None
-            finds repeated blocks.
-        shard_by: `"elements"` cuts every unit into equal shards; `"parameters"` gives each rank whole parameters,
-            for optimizers that need matrices. A part has as many dims as the parameter.
-        offload_folder: Where the files of `cpu_offload` are, if the model computes on the CPU; None: the system's
-            folder for temporary files, or `/var/tmp` or the current folder if that is memory.
-        param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
+        units: The submodules that are gathered together: classes, names (with wildcards) or functions of a module;
+            None finds repeated blocks.
+        shard_by: `"elements"` cuts every unit into equal shards; `"parameters"` gives each rank full parameters,
+            for optimizers that need matrices. A shard of a parameter has as many dims as the parameter.
+        offload_folder: Folder of the files of `cpu_offload`, for a model on the CPU; None: the system's folder for
+            temporary files, or `/var/tmp` or the current folder if that is memory.
+        param_init_fn: Initialises a module of a model on the meta device; None: its `reset_parameters()`.
 
     Attributes:
-        module: The same, with its parameters replaced.
-        process_group: The ranks that share the parameters out.
-        replicate_group: The ranks that hold the same shard as this one; None if there are no others.
-        sharding_strategy: What is divided among the ranks; `strategy` is the same.
-        unit_names: Names of the submodules that are gathered as one; the model itself, with the rest, is the empty
-            name.
+        module: The model, with its parameters replaced.
+        process_group: The ranks that shard the parameters.
+        replicate_group: The ranks with the same shard; None if there are no others.
+        sharding_strategy: The strategy; `strategy` is the same.
+        unit_names: Names of the units; the model itself, with all parameters of no other unit, is the empty name.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -105,16 +104,17 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         check_functions(param_init_fn=param_init_fn)
         given = checked_groups(process_group, strategy)
         plans = plan_units(module, find_units(module, units))
+        devices = devices_of(module)
         arguments = {
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "shard_by": shard_by,
             "mixed_precision": precision,
             "units": [plan.name for plan in plans],
-            "devices": sorted(place.type for place in places_of(module)),
+            "devices": sorted(device.type for device in devices),
         }
-        device = device_at(next(iter(places_of(module)), given[0].backend.place))
-        # Ranks look for the folder before they agree on the rest: each knows whether it was made for this model.
+        device = device_at(next(iter(devices), given[0].backend.place))
+        # Before the ranks meet: each notes the folders that are missing, and removes them with the model.
         offload: Files | PinnedMemory | None = None
         if cpu_offload is not CPUOffload.NONE:
             offload = PinnedMemory(device) if device.is_asynchronous else Files(offload_folder)
@@ -122,9 +122,9 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
             raise ValueError("module: it has no parameters, so there is nothing to shard")
-        if len(places_of(module)) > 1:
-            found = ", ".join(sorted(map(str, places_of(module))))
-            raise ValueError(f"module: expected parameters on one device, got them on {found}; move it to one")
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"module: expected parameters on one device, got them on {names}; move it to one")
         self._groups = sharding_groups(given, strategy, device.place)
         self._offload, self._precision = cpu_offload, precision
         self._offloaded_to = offload  # files' folder goes with the model
@@ -146,9 +146,9 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     def _build(self, plans: Sequence[UnitPlan], choices: Choices) -> None:
         flats = build_flats(plans, choices)
         buffers = lend_buffers(plans, flats, self._groups)
-        # Gradients have to lie with the parameters, but that files are memory, too.
-        apart = isinstance(choices.offload, PinnedMemory) or self._offload is CPUOffload.FULL
-        offload = choices.offload if apart else None
+        # A gradient is on its shard's device: with pinned memory that is the CPU, with files it is anyhow.
+        is_offloaded = isinstance(choices.offload, PinnedMemory) or self._offload is CPUOffload.FULL
+        offload = choices.offload if is_offloaded else None
         units = []
         for plan, own, buffer in zip(plans, flats, buffers, strict=True):
             initialise(plan, own, choices)
@@ -160,7 +160,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             units.append(unit)
         initialise_buffers(self.module, choices)
         self._init_buffers(choices)
-        # The outermost unit's last gradient is that of the first layer: it comes last.
+        # The outermost unit comes last, as its last gradient is that of the model's first layer.
         gradients = [
             FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, offload)
             for unit in [*reversed(units[1:]), units[0]]
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         watch_optimizers(self._runtime)
 
     def _init_buffers(self, choices: Choices) -> None:
-        """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
+        """Broadcast rank 0's buffers, in the dtype of mixed precision."""
         dtype = self._precision.buffer_dtype
         for part in self.module.modules() if dtype is not None else ():
             for name, buffer in part._buffers.items() if part not in choices.kept else ():
@@ -191,33 +191,33 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         return self.module(*args, **kwargs)
 
     def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module as its forward is called; collective as that is."""
+        """Call another method of the module, which computes as forward does; collective."""
         return self._runtime.call(getattr(self.module, name), args, kwargs)
 
     @property
     def runtime(self) -> FSDPRuntime:
-        """The units and parameters, and what gathers them; for checkpoints."""
+        """The units and parameters of the model; for checkpoints."""
         return self._runtime
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients of backwards in this context accumulate on each rank, whole; local.
+        """Let full gradients of backwards in this context accumulate on each rank; local.
 
-        The next backward outside reduces what has accumulated, as does `sync_gradients()`.
+        The next backward outside reduces them, as does `sync_gradients()`.
         """
         return accumulating(self._runtime)
 
     @property
     def needs_whole_backward(self) -> bool:
-        """Whether gradients of inputs and of parameters have to be computed together: where units are gathered."""
+        """True if gradients of inputs and of parameters have to be computed together, since units are gathered."""
         return not all(unit.is_resident for unit in self._runtime.units)
 
     @outside_compile
     def sync_gradients(self) -> None:
-        """Average gradients that were not averaged yet; collective. Does nothing if backward has done so."""
+        """Average gradients that backward has not averaged; collective. Does nothing if there are none."""
         self._runtime.reduce_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those that accumulate in `no_sync()`; local."""
+        """Clear the gradients, also those that have accumulated in `no_sync()`; local."""
         super().zero_grad(set_to_none)
         self._runtime.queue.discard()
 
@@ -236,20 +236,20 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         counts = copy_counts(named, copies, asked)
         return [(sharded, count * times) for (_, sharded), count in zip(named, counts, strict=True)], asked
 
-    # ---- whole parameters -----------------------------------------------------------------------------------
+    # ---- full parameters ------------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
-        """Let the parameters be whole, a copy on every rank, until `reshard_parameters()`; collective.
+        """Show full parameters, a copy on every rank, until `reshard_parameters()`; collective.
 
-        Forward, backward, optimizers and `zero_grad()` go on as always: gradients are this rank's parts of the
-        averages, and a step changes the whole parameters. Forwards without gradients need no other rank.
+        Forward, backward, optimizers and `zero_grad()` go on as always: gradients are this rank's shards of the
+        averages, and a step changes the full parameters. Forwards without gradients need no other rank.
         """
         if not self._is_gathered:
             self._runtime.gather_full()
             self._is_gathered = True
 
     def reshard_parameters(self) -> None:
-        """Show this rank's parts again, with the changes of the whole parameters; collective."""
+        """Show this rank's shards again, with the changes of the full parameters; collective."""
         if self._is_gathered:
             self._is_gathered = False
             self._runtime.reshard()
@@ -258,10 +258,10 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
-        """Let the parameters be whole, a copy on every rank, for a `with` block; collective at both ends.
+        """Show full parameters, a copy on every rank, during a `with` block; collective at both ends.
 
         Args:
-            writeback: Take changes of the values over, each rank those of its part.
+            writeback: Take changes of the values over, each rank those of its shard.
         """
         check_flags(writeback=writeback)
         self._runtime.gather_full(writeback=writeback)
@@ -275,14 +275,14 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     def full_state_dict(
         self, *, rank0_only: bool = False, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """Return the state dict of the module as it would be without sharding; collective, one unit at a time.
+        """Return the state dict of the module without sharding; collective, one parameter at a time.
 
         Args:
-            rank0_only: Only rank 0 gets it; the others get an empty dict.
-            device: Where its tensors lie; None: where this rank's parts do. `"cpu"` may have more room than a GPU.
+            rank0_only: Rank 0 gets the state dict; the others get an empty dict.
+            device: Device of its tensors, such as `"cpu"` for more memory than a GPU has; None: that of the shards.
         """
         with self._runtime.between_steps():
-            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
+            return full_state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -295,7 +295,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
         with self._runtime.between_steps():
-            state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
+            full_state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self,
@@ -304,40 +304,42 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         rank0_only: bool = False,
         device: torch.device | str | None = None,
     ) -> dict[str, Any]:
-        """Return an optimizer's state as it would be without sharding, by parameter name; collective.
+        """Return an optimizer's state without sharding, by parameter name; collective.
 
         Args:
-            optimizer: One on parameters of this model.
-            rank0_only: Only rank 0 gets it; the others get an empty dict.
-            device: Where its tensors lie; None: where this rank's parts do. Those without dims lie on the CPU.
+            optimizer: An optimizer of parameters of this model.
+            rank0_only: Rank 0 gets the state; the others get an empty dict.
+            device: Device of tensors with dims, None: that of the shards; tensors without dims are on the CPU.
 
         Returns:
-            `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
+            `"state"`: the full state of each parameter, by name; `"param_groups"`: the options, with names.
         """
         with self._runtime.between_steps():
-            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only, device=device)
+            return full_state.full_optimizer_state_dict(
+                self._runtime, optimizer, rank0_only=rank0_only, device=device
+            )
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        """Give an optimizer of this model the state in a dict of `full_optimizer_state_dict`; collective.
+        """Load the state in a dict of `full_optimizer_state_dict` into an optimizer of this model; collective.
 
         Args:
-            optimizer: Its groups have the same parameters as those in the dict.
-            state_dict: On rank 0; ignored on other ranks.
+            optimizer: The optimizer, with the same parameters in its groups as the dict has.
+            state_dict: The dict on rank 0; ignored on other ranks.
 
         Raises:
             ValueError: The parameters do not fit; on all ranks.
         """
         with self._runtime.between_steps():
-            state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
+            full_state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> FSDPMemoryStats:
         """Measure the memory of this rank's parameters, gradients and optimizer state; local.
 
-        What the ranks of a node have in common counts in equal shares.
+        Shared memory of a node counts in equal shares for its ranks.
         """
         return memory.measured(self._runtime)
 
@@ -353,12 +355,12 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         """Compute the memory of a rank's parameters, gradients and optimizer state; local.
 
         Args:
-            sharding_strategy: None: the one in use.
-            world_size: Number of ranks; None: those there are.
-            ranks_per_node: Ranks with memory in common; None: as now, or all if `world_size` is given.
+            sharding_strategy: The strategy; None: that of this model.
+            world_size: Number of ranks; None: that of this model.
+            ranks_per_node: Ranks that share memory; None: as now, or `world_size` if that is set.
             optimizer_states: Numbers that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0
                 for SGD.
-            mixed_precision: None: as now.
+            mixed_precision: Dtypes; None: those of this model.
         """
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
         given = self.strategy if sharding_strategy is None else sharding_strategy

@@ -2,10 +2,10 @@
 
     p.mul_(0.9).add_(g)      elementwise: the same on a shard as on the full tensor
     p.shape, p.grad          attributes of the shard, as documented
-    p.norm(), p.view(3, 4)   reductions and shapes of the full tensor, of which a rank has one shard
+    p.norm(), p.view(3, 4)   reductions and shapes of the full tensor
     p.normal_(), p * row     results that would differ from those of one process
 
-Random functions are among the last: ranks with equal seeds would draw equal numbers for different elements.
+Random functions belong to the last row: ranks with equal seeds would draw equal numbers for different elements.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Optimizers of parts: gradients are marked between steps, and ordinary tensors while torch's optimizers step.
+"""Hooks on all optimizers of the process, which are put when the first wrapper that needs them is made.
 
     gradients arrive ─▶ marked ─▶ norms are refused ─▶ a step sees ordinary tensors ─▶ marked again
 
-So the steps of torch's optimizers stay as quick as they are. What others do is looked at, function by function.
+Steps of torch's optimizers are elementwise, and as quick as without marks, since they see ordinary tensors. Every
+function that another optimizer calls on a shard is checked. No other file puts hooks on all optimizers.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..across_ranks.sharded_parameters import axes_of, slice_of
 from ..utils.torch_internals import plain_tensors
-from .partial import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
+from .shard_tensors import PartOfGradient, PartOfState, Shard, ShardOfParameter, as_part_of_state
 
 _Undo = list[Callable[[], None]]
 
@@ -34,8 +36,7 @@ OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Mark gradients as parts of larger ones; local."""
-    watch_optimizers()
+    """Mark gradients as shards of full ones; local."""
     with plain_tensors():
         for parameter in parameters:
             gradient = parameter.grad
@@ -44,7 +45,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Mark one parameter's gradient; a hook for when it is complete; local."""
+    """Mark a parameter's complete gradient; a post-accumulate hook; local."""
     mark_gradients([parameter])
 
 
@@ -60,7 +61,7 @@ def ordinary_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _unmark(parameters: Iterable[Tensor]) -> _Undo:
-    """Let parameters and their gradients be ordinary tensors, an empty shard have no gradient; local."""
+    """Make ordinary tensors of parameters and gradients, without gradients of empty shards; return the way back."""
     undo: _Undo = []
     shown: Any
     for shown in parameters:
@@ -82,27 +83,48 @@ def _unmark(parameters: Iterable[Tensor]) -> _Undo:
 _stepping: weakref.WeakKeyDictionary[Optimizer, _Undo] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+StepHook = Callable[[Optimizer], None]
 
-_around: list[tuple[Callable[[Optimizer], None], Callable[[Optimizer], None]]] = []
+_lock = threading.Lock()  # mock ranks are threads that make wrappers at the same time
+_installed: list[RemovableHandle] = []
+_before: list[StepHook] = []
+_after: list[StepHook] = []
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """Hook all optimizers: their steps see ordinary gradients, their state dicts are marked; local."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    with _lock:
+        if not _installed:
+            _installed.append(register_optimizer_step_pre_hook(_before_step))
+            _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
-def around_steps(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
-    """Have functions called before and after all steps, while shards and gradients are marked; local."""
+def before_steps(hook: StepHook, *, first: bool = False) -> None:
+    """Call a function before each step of any optimizer, while shards and gradients are marked; local.
+
+    Args:
+        hook: The function; added once.
+        first: Call it before the functions that were added earlier.
+    """
     watch_optimizers()
-    _around.append((before, after))
+    with _lock:
+        if hook not in _before:
+            _before.insert(0 if first else len(_before), hook)
+
+
+def after_steps(hook: StepHook) -> Callable[[], None]:
+    """Call a function, added once, after each step of any optimizer; return a function that removes it; local."""
+    watch_optimizers()
+    with _lock:
+        if hook not in _after:
+            _after.append(hook)
+    return partial(_after.remove, hook)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _end_step(optimizer)  # of one that has raised
-    for before, _ in _around:
-        before(optimizer)
+    _end_step(optimizer)  # of a step that has raised
+    for hook in [*_before]:
+        hook(optimizer)
     _check_sees_enough(optimizer)
     _begin_step(optimizer)
     if optimizer not in _known:
@@ -114,6 +136,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     marked = partial(_with_marks, optimizer)
     return tuple(map(marked, args)), {name: marked(value) for name, value in kwargs.items()}
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    _end_step(optimizer)
+    for hook in [*_after]:  # other threads may remove theirs
+        hook(optimizer)
 
 
 def _begin_step(optimizer: Optimizer) -> None:
@@ -129,7 +157,7 @@ def _end_step(optimizer: Optimizer) -> None:
 
 
 def _with_marks(optimizer: Optimizer, value: Any) -> Any:
-    """Return a closure that sees marked shards and gradients; other arguments of a step unchanged; local."""
+    """Return a closure that sees marked shards and gradients, and other arguments unchanged."""
     if not callable(value):
         return value
 
@@ -143,7 +171,7 @@ def _with_marks(optimizer: Optimizer, value: Any) -> Any:
 
 
 def _treats_elements(optimizer: Optimizer) -> bool:
-    """Return True for torch's own optimizers, whose needs are known; each function of others is checked; local."""
+    """Return True for torch's own optimizers, whose functions need no check; local."""
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
@@ -163,14 +191,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    _end_step(optimizer)
-    for _, after in _around:
-        after(optimizer)
-
-
 def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict in which the state of parts of parameters refuses to be saved."""
+    """Return a state dict in which state of sharded parameters refuses to be saved."""
     state = dict(state_dict["state"])
     for key, parameter in enumerate(parameters_of(optimizer)):
         if key in state and axes_of(parameter):
@@ -182,7 +204,7 @@ def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 def _take_ordinary(optimizer: Optimizer) -> None:
-    """Make ordinary tensors of the marked ones in a state that an optimizer has made early or loaded; local."""
+    """Make ordinary tensors of marked ones in state that an optimizer made early or loaded."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Shard | PartOfState):

@@ -1,11 +1,11 @@
-"""A wrapped module has the names of the module itself.
+"""Names of a wrapped module, which are those of the module itself.
 
     wrapper.state_dict()         {"0.weight": ...}           and not "module.0.weight"
-    wrapper.load_state_dict()    takes these names, those with "module." before them, and reports errors without it
+    wrapper.load_state_dict()    takes both, and reports errors with the first
     wrapper.named_parameters()   "0.weight", ...             and so named_buffers()
 
-So neither a checkpoint nor what is chosen by name shows whether a module is wrapped. `named_modules()` has torch's
-paths, which begin with the wrapper itself.
+So checkpoints, and choices of parameters by name, are the same for wrapped and plain modules. `named_modules()` has
+torch's paths, which begin with the wrapper itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PREFIX = "module."
 
 
 class Wrapper(nn.Module):
-    """A module around another one, its attribute `module`, whose name its state dicts leave out."""
+    """A module around another one, `module`, with the names of that one in its state dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Wrapper(nn.Module):
         """Raise unless a module can be wrapped; local.
 
         Args:
-            module: What is to be wrapped.
-            why: The end of the message where a part of it is wrapped already.
+            module: The module.
+            why: End of the message of the ValueError.
 
         Raises:
-            TypeError: It is no module.
-            ValueError: A part of it is wrapped already.
+            TypeError: The argument is no module.
+            ValueError: The module, or a submodule, is wrapped already.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
@@ -60,17 +60,17 @@ class Wrapper(nn.Module):
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def register_forward_method(self, name: str) -> None:
-        """Let the wrapper have another method of the module that computes as `forward` does; local.
+        """Add a method of the module that computes, as `forward` does, to the wrapper; local, on all ranks.
 
-        `wrapper.encode(x)` then calls `module.encode(x)` with parameters, and with gradients in its backward, as a
-        forward has them. The same methods on all ranks. As torch's `register_fsdp_forward_method`.
+        `wrapper.encode(x)` then calls `module.encode(x)` with the parameters and gradients of a forward. The same
+        as torch's `register_fsdp_forward_method`.
 
         Args:
-            name: The method's, such as "encode" or "generate".
+            name: Name of the method, such as "encode" or "generate".
 
         Raises:
             TypeError: The module has no such method.
-            ValueError: The wrapper has something else under that name.
+            ValueError: The wrapper has another attribute of that name.
         """
         if not isinstance(name, str) or not callable(getattr(self.module, name, None)):
             kind = type(self.module).__name__
@@ -79,7 +79,7 @@ class Wrapper(nn.Module):
             raise ValueError(f"name: expected another name than {name!r}, which {type(self).__name__} has itself")
         self._forward_methods = {*self.__dict__.get("_forward_methods", ()), name}
 
-    # torch.func.functional_call finds and replaces by attributes what it is given by name.
+    # torch.func.functional_call reads and replaces parameters and buffers as attributes.
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_forward_methods", ()):
@@ -122,7 +122,7 @@ def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def _has_prefix(wrapper: nn.Module, keys: Sequence[str]) -> bool:
-    """Say under which names more of the keys are known; a module may have a submodule called "module" itself."""
+    """Return True if most keys begin with the prefix; a module may have a submodule "module" of its own."""
     # Not the wrapper's own methods, which leave the prefix out.
     parameters, buffers = nn.Module.named_parameters(wrapper), nn.Module.named_buffers(wrapper)
     names = {name for name, _ in [*parameters, *buffers]}

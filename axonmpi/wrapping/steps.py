@@ -1,12 +1,12 @@
-"""The step of training that each rank is at, compared at the end of each backward.
+"""Number of each rank's training step, compared at the end of each backward.
 
     rank 0   forward 3 ── backward 3 ─┐
     rank 1   forward 3    forward 4 ── backward 4 ─┐     its gradients would be averaged with those of step 3
 
-At the end of each backward ranks reduce flags to their maxima, which also tell whether all ranks are at one step.
-A step is a forward in training whose gradients will be reduced: without `no_grad`, `eval` and `no_sync`. A rank has
-left one out if it has begun more forwards than others and some of them had no backward: more forwards may have one
-backward in common, and the result of a forward need not be used.
+At the end of each backward ranks reduce flags to their maxima, some of which compare the ranks' steps. A step is
+a forward in training whose gradients will be reduced: without `no_grad`, `eval` and `no_sync`. A rank has left a
+backward out if it has begun more forwards than others and some of them had no backward. Several forwards may
+share a backward, and the result of a forward need not be used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..groups.process_group import ProcessGroup
 from ..utils.text import lines_of_ranks, ranks_by_text
 
 STEP_FLAGS = 4
-"""How many flags there are."""
+"""Number of flags that `Steps.reduce` returns."""
 _MOST = 127
 """Flags are bytes: numbers that differ by a multiple of 128 look the same."""
 
 
 class Steps:
-    """Counts the steps of a model on this rank."""
+    """Counter of a model's training steps on this rank."""
 
     def __init__(self) -> None:
         self._starts = 0
         self.restart()
 
     def restart(self) -> None:
-        """Count from 1 again, as after training on numbers of batches that differ; local, on all ranks."""
+        """Count from 1 again, as after training on uneven numbers of batches; local, on all ranks."""
         self._starts += 1
         self._reduced = 0
         self._in_backward = False
@@ -41,13 +41,15 @@ class Steps:
 
     @property
     def number(self) -> int:
-        """The step that this rank is at, from 1; 0 before the first."""
+        """This rank's step, from 1; 0 before the first."""
         return self._reduced + self._in_backward + self._waiting
 
     def begin(self) -> Callable[..., None]:
-        """Count a forward; return what is to be called when its backward begins, or if there will be none; local.
+        """Count a forward; local.
 
-        `torch.autograd.grad` makes no step: its gradients are this rank's alone.
+        Returns:
+            A function to call when its backward begins, with `in_backward=True`; or with False if there will be
+            none, or if `torch.autograd.grad` runs, whose gradients are this rank's alone.
         """
         self._begun += 1
         self._waiting += 1
@@ -65,7 +67,7 @@ class Steps:
         return end
 
     def reduce(self) -> list[int]:
-        """Count a backward whose gradients are reduced; return flags for `check`; local."""
+        """Count a backward with reduced gradients; return flags for `check`; local."""
         self._reduced += 1
         self._in_backward = False
         own, begun = self.number % (_MOST + 1), self._begun % (_MOST + 1)
@@ -75,11 +77,11 @@ class Steps:
         """Raise unless all ranks are at the same step; collective if they are not.
 
         Args:
-            flags: The maxima over the ranks of what `reduce` returned, zeros of ranks that have no step to make.
-            groups: Whose ranks these are: each rank is in one of each, and together they connect all.
+            flags: Maxima over the ranks of the result of `reduce`, or of zeros on ranks without a step.
+            groups: Groups of the ranks: an all-gather in each, in turn, reaches every rank.
 
         Raises:
-            CollectiveMismatchError: Says which rank is at which step.
+            CollectiveMismatchError: Names the ranks of each step.
         """
         at_step(None)
         if _MOST in (flags[0] + flags[1], flags[2] + flags[3]):
@@ -87,7 +89,8 @@ class Steps:
         texts: dict[int, str] = {}
         for group in groups:
             texts = texts or {int(group.members[group.rank]): f"step {self.number}"}
-            texts = dict(entry for told in group.all_gather_object(texts) for entry in told.items())
+            for of_rank in group.all_gather_object(texts):
+                texts.update(of_rank)
         self.restart()
         raise CollectiveMismatchError(
             "the ranks are at different steps of this model, and the average of their gradients is of no use:\n  "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import axonmpi as ax
-from axonmpi.fsdp.memory import PeakMemory, process_memory
+from axonmpi.utils.process_memory import PeakMemory, process_memory
 
 GIB = 1 << 30
 

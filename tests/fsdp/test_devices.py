@@ -27,7 +27,7 @@ def test_parameters_where_the_ranks_have_no_memory_are_refused(world, monkeypatc
 
 @pytest.mark.ranks(1)
 def test_parameters_on_several_devices_are_refused(world, monkeypatch):
-    monkeypatch.setattr("axonmpi.fsdp.wrapper.places_of", lambda model: {torch.device("cpu"), ELSEWHERE})
+    monkeypatch.setattr("axonmpi.fsdp.wrapper.devices_of", lambda model: {torch.device("cpu"), ELSEWHERE})
     with pytest.raises(ValueError, match="expected parameters on one device, got them on cpu, cuda:1"):
         ax.FSDP(built(Blocks))
 

@@ -19,7 +19,7 @@ class NotedGradient:
     """A gradient of two parameters, its name and its name in capitals, that writes down what is done with it."""
 
     def __init__(self, name: str, events: list[object], nbytes: int = 4) -> None:
-        self.name, self.events, self.whole_bytes = name, events, nbytes
+        self.name, self.events, self.full_bytes = name, events, nbytes
         self.flat = SimpleNamespace(parameters=[name, name.upper()])
         self.unit = SimpleNamespace(first_event=0)
         self.holds = [name]
@@ -87,13 +87,13 @@ def test_gathered_units_are_launched_after_their_backward(world):
 @pytest.mark.ranks(1)
 def test_the_oldest_reductions_are_waited_for_before_too_much_is_under_way(world):
     queue, events = queue_of(world, "abcd", most_bytes=8)
-    queue.gradients[3].whole_bytes = 12  # too large for any company, and never waits for itself to be launched
+    queue.gradients[3].full_bytes = 12  # too large for any company, and never waits for itself to be launched
     queue.launch_after(-1)
     assert events == [
         *("launch a", "launch b", "let go a", "launch c"),
         *("let go b", "let go c", "let go d", "launch d"),
     ]
-    queue.gradients[3].whole_bytes = 4
+    queue.gradients[3].full_bytes = 4
     for forget in (queue.reduce_rest, queue.discard):
         forget()
         events.clear()
@@ -246,7 +246,7 @@ def test_averages_are_added_and_hooks_called(world, gradient_of, strategy):
 def test_the_dtype_of_a_reduction(world, gradient_of, reduce_dtype, on_the_wire):
     """Gradients travel as computed where the sum is wider all the same; the shard has the parameter's dtype."""
     gradient = gradient_of(mixed_precision=ax.MixedPrecision(torch.bfloat16, reduce_dtype))
-    assert gradient.whole_bytes == sum(gradient.flat.sizes) * on_the_wire.itemsize
+    assert gradient.full_bytes == sum(gradient.flat.sizes) * on_the_wire.itemsize
     bring(gradient, 1.0, 0, 1)
     log = gradient.flat.group.backend.log
     before = len(log)

@@ -69,7 +69,7 @@ class Running:
         self.units = [NotedUnit(name, module, self.events, name in resident) for name, module in modules.items()]
         self.all, self.a, self.b = self.units
         self.gradients = [self.gradient(unit, size) for unit, size in ((self.b, 4), (self.a, 7))]
-        outermost = Fake(self.events, "", unit=self.all, flat=Fake(self.events, "", parameters=[]), whole_bytes=50)
+        outermost = Fake(self.events, "", unit=self.all, flat=Fake(self.events, "", parameters=[]), full_bytes=50)
         groups = Fake(self.events, "groups", shard=Fake(self.events, "group"))
         self.sizes: list[int | None] = []
 
@@ -85,7 +85,7 @@ class Running:
         sharded = nn.Parameter(torch.zeros(1))
         parameter = Fake(self.events, "", name=f"{unit.name}.weight", full=unit.module.weight, sharded=sharded)
         flat = Fake(self.events, "", parameters=[parameter])
-        return Fake(self.events, "", unit=unit, flat=flat, whole_bytes=size, nodes=[], arrived=set())
+        return Fake(self.events, "", unit=unit, flat=flat, full_bytes=size, nodes=[], arrived=set())
 
     def forward(self, times: int = 1) -> Tensor:
         for _ in range(times):

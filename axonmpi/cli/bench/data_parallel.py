@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from ...comm import all_reduce_sum
 from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
-from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
+from ...utils.process_memory import PeakMemory, process_memory
 from ...utils.text import aligned
 from .timing import give_back, interleave, start_gloo, stock_groups
 

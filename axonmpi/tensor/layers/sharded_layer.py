@@ -22,7 +22,7 @@ from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.device import device_at
 from ...wrapping.optimizer_hooks import mark_gradient, watch_optimizers
-from ...wrapping.partial import mark_state
+from ...wrapping.shard_tensors import mark_state
 from ..shards import Shard, gather_shards, scatter_shards
 
 T = TypeVar("T")

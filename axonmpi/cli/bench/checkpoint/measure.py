@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ....comm import barrier, broadcast_object
-from ....fsdp.memory import PeakMemory, process_memory
 from ....groups.world import World
+from ....utils.process_memory import PeakMemory, process_memory
 from ... import positive
 from ..timing import AXONMPI, Clock, count_cores, give_back, interleave, start_gloo
 from . import beside, planning

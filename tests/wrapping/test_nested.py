@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from axonmpi.wrapping.autograd import tensors_in
+from axonmpi.wrapping.nested import tensors_in
 
 
 @dataclass

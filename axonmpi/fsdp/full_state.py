@@ -1,6 +1,6 @@
-"""State of a model and its optimizer as they would be without sharding.
+"""Full state of a model and its optimizer, as without sharding.
 
-One parameter after the other, so that a rank that does not want the whole never holds it.
+Parameters are gathered or broadcast one by one, so a rank that does not keep the full state never holds it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..across_ranks.comparison import same_on_all_ranks
 from ..across_ranks.sharded_parameters import axes_of
 from ..utils.arguments import check_flags
 from ..wrapping.optimizer_hooks import parameters_of
-from ..wrapping.partial import as_part_of_state
+from ..wrapping.shard_tensors import as_part_of_state
 from .flat_parameter import ShardedParameter
 from .groups import ShardingGroups
 from .runtime import FSDPRuntime
@@ -33,17 +33,17 @@ def full_state_dict(
     """Return the state dict of the module without sharding; collective."""
     check_flags(rank0_only=rank0_only)
     wants = not rank0_only or runtime.groups.is_first
-    wholes: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}
     for parameter in runtime.parameters:
-        whole = parameter.flat.whole(parameter, on_first=rank0_only)
-        if whole is not None and wants:
-            whole = whole.to(device)  # None: it stays
-            wholes[id(parameter.sharded)] = as_part_of_state(whole) if axes_of(parameter.full) else whole
+        full = parameter.flat.full_tensor(parameter, on_first=rank0_only)
+        if full is not None and wants:
+            full = full.to(device)  # None: it stays
+            full_tensors[id(parameter.sharded)] = as_part_of_state(full) if axes_of(parameter.full) else full
     runtime.group.barrier()  # shards may change again
     result: dict[str, Tensor] = OrderedDict()
     for key, value in module.state_dict(keep_vars=True).items() if wants else ():
-        if id(value) in wholes:
-            result[key] = wholes[id(value)]
+        if id(value) in full_tensors:
+            result[key] = full_tensors[id(value)]
         else:  # a buffer, or what a module adds by get_extra_state()
             result[key] = value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
     return result
@@ -53,7 +53,7 @@ def full_state_dict(
 def load_full_state_dict(
     module: nn.Module, runtime: FSDPRuntime, state_dict: Mapping[str, Tensor], *, strict: bool
 ) -> None:
-    """Take the values of a state dict of the module without sharding, from rank 0; collective."""
+    """Load rank 0's state dict of the module without sharding; collective."""
     check_flags(strict=strict)
     groups, given = runtime.groups, state_dict if runtime.groups.is_first else {}
     shown = module.state_dict(keep_vars=True)
@@ -123,11 +123,11 @@ def full_optimizer_state_dict(
     for group, parameters in zip(optimizer.param_groups, _groups_of(optimizer, runtime), strict=True):
         for parameter in parameters:
             state = optimizer.state.get(parameter.sharded, {})
-            whole = _whole_state(parameter, state, rank0_only=rank0_only)
-            if whole and wants:
+            full = _full_state(parameter, state, rank0_only=rank0_only)
+            if full and wants:
                 states[parameter.name] = {
                     key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in whole.items()
+                    for key, value in full.items()
                 }
         options.append({**group, "params": [parameter.name for parameter in parameters]})
     return {"state": states, "param_groups": options} if wants else {}
@@ -137,7 +137,7 @@ def _groups_of(optimizer: torch.optim.Optimizer, runtime: FSDPRuntime) -> list[l
     """Return the parameters in each group of an optimizer; collective.
 
     Raises:
-        ValueError: One is not of this model; or ranks have different parameters in the groups.
+        ValueError: A parameter is not of this model, or ranks have different parameters in the groups.
     """
     known = _by_sharded(runtime)
     if any(id(parameter) not in known for parameter in parameters_of(optimizer)):
@@ -158,26 +158,25 @@ def _names(groups: Sequence[Sequence[ShardedParameter]]) -> list[list[str]]:
     return [[parameter.name for parameter in parameters] for parameters in groups]
 
 
-def _whole_state(parameter: ShardedParameter, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:
-    """Join the ranks' state of one parameter; collective. Ranks without a part of it may have no state."""
+def _full_state(parameter: ShardedParameter, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:
+    """Join the ranks' state of one parameter; collective. Ranks without elements of it may have no state."""
     flat, part = parameter.flat, parameter.sharded
     own = {key: _kind(value, part) for key, value in state.items()} if part.numel() else {}
     kinds: dict[str, Any] = {}
     for other in flat.group.all_gather_object(own):
         kinds = other | kinds
-    whole: dict[str, Any] = {}
-    for key, (is_divided, dtype, value) in kinds.items():
-        if is_divided:
-            # What is laid out as the parameter is put where the parameter's part would be in a shard.
+    full: dict[str, Any] = {}
+    for key, (is_sharded, dtype, value) in kinds.items():
+        if is_sharded:
             mine = state[key] if own else torch.empty(0, dtype=dtype, device=part.device)
-            value = flat.whole(parameter, mine, on_first=rank0_only)
-        if not is_divided or value is not None:
-            whole[key] = value
-    return whole
+            value = flat.full_tensor(parameter, mine, on_first=rank0_only)
+        if not is_sharded or value is not None:
+            full[key] = value
+    return full
 
 
 def _kind(value: Any, part: Tensor) -> tuple[bool, torch.dtype | None, Any]:
-    """Say whether a piece of state is divided as the parameter is, or the same wherever it is."""
+    """Return True and the dtype of state that is sharded as the parameter is; or False, None and the value."""
     if isinstance(value, Tensor) and value.shape == part.shape and value.dim():
         return True, value.dtype, None
     return False, None, value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -187,7 +186,7 @@ def _kind(value: Any, part: Tensor) -> tuple[bool, torch.dtype | None, Any]:
 def load_full_optimizer_state_dict(
     runtime: FSDPRuntime, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state in a dict of `full_optimizer_state_dict`, from rank 0; collective."""
+    """Load rank 0's dict of `full_optimizer_state_dict` into an optimizer; collective."""
     found = _groups_of(optimizer, runtime)
     is_first = runtime.groups.is_first
     given = runtime.groups.from_first(_without_tensors(state_dict) if is_first else None)
@@ -199,7 +198,7 @@ def load_full_optimizer_state_dict(
         for parameter in parameters:
             source = state_dict["state"].get(parameter.name, {}) if is_first else {}
             kinds = given["state"].get(parameter.name, {})
-            loaded = _part_of_state(parameter, kinds, source, runtime.groups)
+            loaded = _state_of_shard(parameter, kinds, source, runtime.groups)
             if group.get("fused") or group.get("capturable"):  # they count on the device
                 place = parameter.sharded.device
                 loaded = {key: kind.to(place) if isinstance(kind, Tensor) else kind for key, kind in loaded.items()}
@@ -210,12 +209,14 @@ def load_full_optimizer_state_dict(
 
 
 def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors of one and more dimensions by their shape and dtype; the rest is sent as it is."""
+    """Return an optimizer's state with shapes and dtypes in place of tensors with dims."""
     return {
         "param_groups": state_dict["param_groups"],
         "state": {
             name: {
-                key: _Sent(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() else value
+                key: _TensorSpec(tuple(value.shape), value.dtype)
+                if isinstance(value, Tensor) and value.dim()
+                else value
                 for key, value in state.items()
             }
             for name, state in state_dict["state"].items()
@@ -223,28 +224,28 @@ def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Sent(NamedTuple):
-    """Stands for a tensor that is sent by itself."""
+class _TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor that is broadcast by itself."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _part_of_state(
+def _state_of_shard(
     parameter: ShardedParameter, kinds: Mapping[str, Any], source: Mapping[str, Any], groups: ShardingGroups
 ) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     part = parameter.sharded
     for key, kind in kinds.items():
-        if isinstance(kind, _Sent):
-            whole = torch.empty(kind.shape, dtype=kind.dtype, device=part.device)
+        if isinstance(kind, _TensorSpec):
+            full = torch.empty(kind.shape, dtype=kind.dtype, device=part.device)
             if source:
-                whole.copy_(source[key])
+                full.copy_(source[key])
             for group in reversed(groups.both):
-                group.broadcast(whole)
+                group.broadcast(full)
             if kind.shape == parameter.shape:
-                whole = whole.reshape(-1)[slice(*parameter.bounds)].view(part.shape)
-            loaded[key] = whole.clone()
+                full = full.reshape(-1)[slice(*parameter.bounds)].view(part.shape)
+            loaded[key] = full.clone()
         elif isinstance(kind, Tensor) and not parameter.shape and key != "step" and part.numel():
             loaded[key] = kind.to(part.device, copy=True).view(part.shape)  # laid out as a parameter without dims
         else:

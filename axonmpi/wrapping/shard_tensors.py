@@ -1,10 +1,10 @@
-"""Tensor subclasses for one rank's part of a parameter, gradient or state.
+"""Tensor subclasses for a rank's shard of a parameter, gradient or state.
 
-    shard.norm()                      sees a part of the parameter or gradient: refused
-    model.state_dict()["weight"]      a file of it could not be loaded as the model: refused
-    optimizer.state_dict()["state"]   likewise
+    shard.norm()                               refused: it would be the norm of the shard
+    torch.save(model.state_dict())             refused: the file could not be loaded as the model
+    torch.save(optimizer.state_dict())         likewise
 
-The errors say what to call instead. Elementwise results, such as copies, are of the same subclass;
+The errors name the remedy. Elementwise results, such as copies, are of the same subclass;
 `tensor.as_subclass(torch.Tensor)` is an ordinary tensor.
 """
 
@@ -44,7 +44,7 @@ class _Part(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse some functions; what others return in the shape of a part is a part."""
+        """Refuse some functions; results of the others that have the shape of an argument get its class."""
         kwargs = kwargs or {}
         cls.check(function, args, kwargs)
         with plain_tensors():
@@ -60,7 +60,7 @@ class _Part(Tensor):
 
 
 class PartOfGradient(_Part):
-    """The gradient of one rank's part of a layer."""
+    """Gradient of a rank's shard of a tensor-parallel layer."""
 
     refused = frozenset(
         {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"}
@@ -112,9 +112,9 @@ class Shard(_Part):
         kwargs, scope, caller = kwargs or {}, scope_of(function), sys._getframe(1)
         module = caller.f_globals.get("__name__", "")
         ordinary = getattr(args[0], "ordinary", nn.Parameter) if args else nn.Parameter
-        if module.startswith(_LIBRARY):  # which knows that it has a shard
+        if module.startswith(_LIBRARY):  # its code knows that the tensor is a shard
             return ordinary.__torch_function__(function, types, args, kwargs)
-        # Functions of torch.nn.init leave an empty tensor alone, and would go on where a rank's shard is empty.
+        # Functions of torch.nn.init leave an empty tensor alone, so ranks with empty shards would raise no error.
         if scope is Scope.SHARD and module == nn.init.__name__:
             raise ValueError(_needs_full(caller.f_code.co_name))
         if scope is not Scope.SHARD or cls.refused:
@@ -166,7 +166,7 @@ class ShardOfParameter(Shard, nn.Parameter):
 
     Attributes:
         ordinary: The class in a step of torch's optimizers, and while the full parameter is gathered.
-        is_split: Whether a rank may have some of the elements, rather than all or none.
+        is_split: True if a rank may have some of the elements, and not only all or none.
     """
 
     ordinary: type[nn.Parameter]
@@ -190,7 +190,7 @@ class ShardOfParameter(Shard, nn.Parameter):
 
 
 def _check_data(parameter: Tensor, value: Any) -> None:
-    """Raise unless the new data are a conversion of the parameter's own, as in `Module.to()`; local."""
+    """Raise unless the new data are a conversion of the same parameter, as in `Module.to()`; local."""
     source = getattr(value, "source", parameter)
     if not isinstance(value, Shard) or source is not parameter:
         raise ValueError(
@@ -201,7 +201,7 @@ def _check_data(parameter: Tensor, value: Any) -> None:
 
 
 class PartOfState(_Part):
-    """A part of a parameter, or of what an optimizer keeps for it, in a state dict."""
+    """A rank's shard of a parameter, or of optimizer state for it, in a state dict."""
 
     refused = frozenset({"untyped_storage", "storage", "typed_storage"})  # writers of files call these
 
@@ -228,7 +228,7 @@ def as_part_of_state(value: Tensor) -> Tensor:
 
 
 def mark_state(module: nn.Module) -> None:
-    """Mark parts of a module's own parameters in its state dict as not to be saved; local."""
+    """Let a module's state dict refuse to be saved if it has shards of the module's own parameters; local."""
     module.register_state_dict_post_hook(_mark_parts)
     module.register_load_state_dict_pre_hook(_unmark_parts)
 
