@@ -19,11 +19,12 @@ from ...testing.launcher import LaunchResult, launch
 from ...testing.mpirun import find_mpirun
 from ...utils.device import gpu_count
 from .. import parse_arguments, positive
-from . import data_parallel, network, overhead, pipeline, tensor, torch_backend
-from .checkpoint import measure as checkpoint
+from . import data_parallel, overhead, pipeline, tensor, torch_backend
+from .checkpoint import saving as checkpoint
 from .checkpoint import table as checkpoint_table
-from .collectives import measure as collectives
-from .collectives import mpi as collectives_mpi
+from .collectives import between_nodes as network
+from .collectives import comparison as collectives
+from .collectives import mpi_alone as collectives_mpi
 from .collectives import table as collectives_table
 from .collectives.cases import OPERATIONS, parse_size
 

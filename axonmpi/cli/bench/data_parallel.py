@@ -29,7 +29,7 @@ from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
 from ...utils.text import aligned
-from .timing import give_back, interleave, start_gloo, stock_groups
+from .harness.timing import give_back, interleave, start_gloo, stock_groups
 
 BATCH = 64
 _WIDTHS = (1024, 2048, 2048, 2048, 1024)

@@ -18,7 +18,7 @@ from ...groups.world import World
 from ...launch import start as runtime
 from ...launch.page import GroupLog, NoLog
 from ...utils.text import aligned
-from .timing import count_cores, interleave
+from .harness.timing import count_cores, interleave
 
 CALLS = 400
 

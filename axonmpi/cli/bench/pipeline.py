@@ -24,8 +24,8 @@ import torch.distributed as dist
 from ...comm import all_reduce_max
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
+from .harness.timing import count_cores, interleave, start_gloo, stock_groups
 from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
-from .timing import count_cores, interleave, start_gloo, stock_groups
 
 STEPS_PER_BLOCK = 2
 _TOLERANCE = 1e-4

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from .timing import count_cores, interleave, start_gloo, stock_groups
+from .harness.timing import count_cores, interleave, start_gloo, stock_groups
 
 STEPS_PER_BLOCK = 3
 _TOLERANCE = 1e-4

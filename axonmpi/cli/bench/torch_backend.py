@@ -17,7 +17,7 @@ from ...comm import all_reduce
 from ...groups.world import World
 from ...utils.text import aligned
 from .data_parallel import BATCH, batch_of, build_model, step_of, torch_ddp, torch_fsdp
-from .timing import interleave, start_gloo, stock_groups
+from .harness.timing import interleave, start_gloo, stock_groups
 
 LARGE = 64 << 20
 _SMALL_CALLS, _LARGE_CALLS, _STEPS = 200, 2, 2

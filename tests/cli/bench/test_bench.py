@@ -12,8 +12,9 @@ from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi import cli
-from axonmpi.cli.bench import main, network, pipeline, tensor
+from axonmpi.cli.bench import main, pipeline, tensor
 from axonmpi.cli.bench.checkpoint.table import table as checkpoint_table
+from axonmpi.cli.bench.collectives import between_nodes as network
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
 from axonmpi.cli.bench.collectives.table import VARIANTS
 from axonmpi.testing import LaunchResult, launch

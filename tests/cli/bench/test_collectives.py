@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives import measure as measure_module
+from axonmpi.cli.bench.collectives import comparison as measure_module
 from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, format_size, parse_size
-from axonmpi.cli.bench.collectives.measure import check
-from axonmpi.cli.bench.collectives.mpi import add
+from axonmpi.cli.bench.collectives.comparison import check
+from axonmpi.cli.bench.collectives.mpi_alone import add
 from axonmpi.cli.bench.collectives.table import plot, table
-from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave, start_gloo
+from axonmpi.cli.bench.harness.timing import MOST_CALLS, calls_for, interleave, start_gloo
 from axonmpi.testing import run_ranks
 from axonmpi.utils.device import KINDS, Device
 

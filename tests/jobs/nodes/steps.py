@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import axonmpi as ax
-from axonmpi.cli.bench.timing import start_gloo
+from axonmpi.cli.bench.harness.timing import start_gloo
 
 WIDTH, LAYERS, BATCH = 768, 12, 300
 

@@ -22,7 +22,7 @@ from ....checkpoint.parts.holdings import ALONE, Copies, Holding
 from ....checkpoint.parts.part import Part, Piece
 from ....checkpoint.writing.plan import Share
 from ....fsdp.layout import Layout, by_elements
-from .states import build_model
+from .models import build_model
 
 FEW, MANY = 8, 4096
 _STATE = ("exp_avg", "exp_avg_sq")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
 from ....utils.memory import flat_zeros
-from ..timing import all_gather_flat, reduce_scatter_flat
+from ..harness.timing import all_gather_flat, reduce_scatter_flat
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import axonmpi as ax
-from axonmpi.cli.bench.timing import interleave, telling_clock
+from axonmpi.cli.bench.harness.timing import interleave, telling_clock
 from axonmpi.utils.device import device_at
 
 from . import Check, Figures, NotHereError

@@ -15,7 +15,7 @@ from torch import nn
 from ....checkpoint import load_checkpoint, save_checkpoint
 from ....comm import barrier
 from ....groups.world import World
-from .states import flat_state
+from .models import flat_state
 
 AXONMPI, PLAIN, DCP, HUGGING_FACE = "axonmpi", "plain", "dcp", "hugging face"
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm import all_gather_object, all_reduce_max, barrier, broadcast_object
-from ...groups.world import World
-from ...interop.autoload import NAME, register
-from ...launch.cpu import usable_cores
-from ...utils.device import Device, device_at
+from ....comm import all_gather_object, all_reduce_max, barrier, broadcast_object
+from ....groups.world import World
+from ....interop.autoload import NAME, register
+from ....launch.cpu import usable_cores
+from ....utils.device import Device, device_at
 
 MOST_CALLS = 16384
 

@@ -27,7 +27,7 @@ from ....comm import broadcast, symmetric_empty
 from ....groups.world import World
 from ....launch import start as runtime
 from ....utils.device import Device, device_at
-from ..timing import (
+from ..harness.timing import (
     AXONMPI,
     WALL,
     Agreement,

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm import barrier, symmetric_empty
-from ...groups.world import World
-from ...launch import start as runtime
-from ...utils.memory import flat_zeros
-from ...utils.text import aligned, counted
-from .collectives.cases import Case, Variant, format_size, format_time, mpi_variant, our_variant, torch_variant
-from .collectives.measure import library_name, median_times
-from .timing import count_cores, start_gloo
+from ....comm import barrier, symmetric_empty
+from ....groups.world import World
+from ....launch import start as runtime
+from ....utils.memory import flat_zeros
+from ....utils.text import aligned, counted
+from ..harness.timing import count_cores, start_gloo
+from .cases import Case, Variant, format_size, format_time, mpi_variant, our_variant, torch_variant
+from .comparison import library_name, median_times
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "8MiB")

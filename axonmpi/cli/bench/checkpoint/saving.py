@@ -18,10 +18,10 @@ from ....comm import barrier, broadcast_object
 from ....fsdp.memory import PeakMemory, process_memory
 from ....groups.world import World
 from ... import positive
-from ..timing import AXONMPI, Clock, count_cores, give_back, interleave, start_gloo
-from . import beside, planning
-from .states import ours, torchs
-from .ways import Ways, forget_pages, remove_all
+from ..harness.timing import AXONMPI, Clock, count_cores, give_back, interleave, start_gloo
+from . import planning, while_training
+from .models import ours, torchs
+from .savers import Ways, forget_pages, remove_all
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
         figures["load"] = interleave(ways.loads, blocks=options.blocks, calls=1, clock=forgotten)
         clear()
         del ways, other
-        figures["asynchronous"] = beside.measure(own, folder, options.mebibytes, options.blocks)
+        figures["asynchronous"] = while_training.measure(own, folder, options.mebibytes, options.blocks)
     dist.destroy_process_group()
     figures["planning"] = planning.measure(options.mebibytes, options.blocks)
     return figures

@@ -22,9 +22,9 @@ from ....launch import exit as exits
 from ....launch import start as runtime
 from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_cores
 from ....launch.settings import prepare_for_mpi
-from ..timing import Agreement
+from ..harness.timing import Agreement
 from .cases import Case, mpi_variant
-from .measure import median_times
+from .comparison import median_times
 
 
 def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dict[str, Any] | None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ....checkpoint import save_checkpoint
 from ....comm import all_reduce_max, barrier
 from ....types import Work
-from ..timing import AXONMPI
-from .states import batch_for
+from ..harness.timing import AXONMPI
+from .models import batch_for
 
 
 class _Training(NamedTuple):
