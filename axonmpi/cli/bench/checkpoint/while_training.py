@@ -1,111 +1,99 @@
-"""What training waits for a save beside it, compared with a copy of what a rank has.
+"""The time that a save takes from the training beside it, compared with a copy of a rank's state.
 
     gradients  step | save  gradients  step | gradients  step  ...  complete
                       call             wait   later
 
-`call` is what the call takes. `wait` is what the step after it takes longer than others, and `later` what all steps
-until the save is complete take longer: the cores are shared. At once, the optimizer steps right after the call.
+`call` is the time of the call. `wait` is the additional time of the step after it, and `later` that of all steps
+until the save is complete, which share the cores with it. `at once` is the time of a call with a step right after
+it, less the step's.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ....checkpoint import save_checkpoint
-from ....comm import all_reduce_max, barrier
 from ....types import Work
-from ..harness.timing import AXONMPI
+from ..harness.timing import OVER_AXONMPI, seconds_of
 from .models import batch_for
 
 
-class _Training(NamedTuple):
-    """What trains, and is saved."""
+class _Training:
+    """A model in training, and its latest save.
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Tensor
-    path: Path
+    Args:
+        own: The model and its optimizer.
+        mebibytes: Of the model and the optimizer's state.
+        path: Of the checkpoint.
+    """
+
+    work: Work
+
+    def __init__(self, own: tuple[nn.Module, torch.optim.Optimizer], mebibytes: int, path: Path) -> None:
+        self._model, self.optimizer = own
+        self._batch = batch_for(mebibytes)
+        self._path = path
 
     def gradients(self) -> None:
         self.optimizer.zero_grad()
-        self.model(self.batch).square().mean().backward()
+        self._model(self._batch).square().mean().backward()
 
     def step(self) -> None:
         self.gradients()
         self.optimizer.step()
 
     def copy(self) -> None:
-        """Copy all that this rank has, to fresh memory."""
-        copies = [tensor.clone() for tensor in self._tensors()]
-        copies.clear()
-
-    def _tensors(self) -> Iterator[Tensor]:
+        """Copy this rank's parameters and optimizer state to fresh memory."""
+        copies = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter.detach()
-                yield from self.optimizer.state.get(parameter, {}).values()
+                state = self.optimizer.state.get(parameter, {})
+                copies += [tensor.clone() for tensor in (parameter.detach(), *state.values())]
 
-    def save(self) -> Work:
-        work = save_checkpoint(self.path, self.model, self.optimizer, blocking=False)
+    def save(self) -> None:
+        work = save_checkpoint(self._path, self._model, self.optimizer, blocking=False)
         assert work is not None
-        return work
+        self.work = work
+
+    def save_and_step(self) -> None:
+        self.save()
+        self.optimizer.step()
 
 
 def measure(
     own: tuple[nn.Module, torch.optim.Optimizer], folder: Path, mebibytes: int, blocks: int
 ) -> dict[str, float]:
-    """Measure so many saves of each kind, the first one apart; collective. Medians of the slowest rank's seconds.
+    """Measure `blocks` saves of each kind after one that warms up; collective.
 
     Returns:
-        `call`, `wait`, `later`, `stall`, which is call and wait, `at once`, and `copy`, what a copy takes.
+        The medians of the slowest rank's seconds: `copy`, of a copy of a rank's state; `call`, `wait`, `stall`,
+        which is call and wait, `later` and `at once`.
     """
-    training = _Training(*own, batch_for(mebibytes), folder / "beside")
+    training = _Training(own, mebibytes, folder / "beside")
     rounds = [_round(training) for _ in range(blocks + 1)][1:]
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def _round(training: _Training) -> dict[str, float]:
     training.step()
-    whole = _seconds(training.step)
+    full_step = seconds_of(training.step)
     training.gradients()
-    step = _seconds(training.optimizer.step)
-    found = {"copy": _seconds(training.copy)}
-    barrier()
-    begin = time.perf_counter()
-    work = training.save()
-    found["call"] = time.perf_counter() - begin
+    step = seconds_of(training.optimizer.step)
+    copy = seconds_of(training.copy)
+    call = seconds_of(training.save)
     training.gradients()
-    found["wait"] = _seconds(training.optimizer.step) - step
-    found["stall"] = found["call"] + found["wait"]
+    wait = seconds_of(training.optimizer.step) - step
     begin, steps = time.perf_counter(), 0
-    while not _done_by_all(work):
+    while OVER_AXONMPI.maximum(not training.work.done()):
         training.step()
         steps += 1
-    found["later"] = time.perf_counter() - begin - steps * whole
-    barrier()
-    begin = time.perf_counter()
-    work = training.save()
-    training.optimizer.step()
-    found["at once"] = time.perf_counter() - begin - step
-    work.wait()
-    return {name: AXONMPI.largest(value) for name, value in found.items()}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    barrier()
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def _done_by_all(work: Work) -> bool:
-    left = torch.tensor(not work.done(), dtype=torch.int32)
-    all_reduce_max(left)
-    return not int(left)
+    later = time.perf_counter() - begin - steps * full_step
+    at_once = seconds_of(training.save_and_step) - step
+    training.work.wait()
+    own = {"copy": copy, "call": call, "wait": wait, "stall": call + wait, "later": later, "at once": at_once}
+    return {name: OVER_AXONMPI.maximum(value) for name, value in own.items()}

@@ -2,208 +2,251 @@
 
     symmetric   ours, on a tensor of `symmetric_empty`
     ordinary    ours, on any other tensor
-    mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16;
-                here at MPI_THREAD_MULTIPLE, see `mpi`
+    mpi         mpi4py on numpy arrays, in place if MPI can do that; float32 only, MPI has no bfloat16;
+                here at MPI_THREAD_MULTIPLE, see `mpi_alone`
     gloo        torch.distributed
     torch       torch.distributed on NCCL, in place of mpi and gloo for tensors on GPUs
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 
-For each operation, dtype and size they take turns. Before that each does it once with known values, and its result
-is checked: no wrong answer is timed. On GPUs a time is the GPU's, from events; what the CPU spends on a call is
-measured apart.
+For each operation, dtype and size they take turns. Before that each runs once on known values, and its result is
+checked: no wrong result is timed. On GPUs a time is the GPU's, from events; the CPU's time for a call is measured
+apart.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ....comm import broadcast, symmetric_empty
+from ....comm import symmetric_empty
 from ....groups.world import World
 from ....launch import start as runtime
 from ....utils.device import Device, device_at
-from ..harness.timing import (
-    AXONMPI,
-    WALL,
-    Agreement,
-    Clock,
-    calls_for,
-    count_cores,
-    device_clock,
-    interleave,
-    start_torch,
-    telling_clock,
+from ....utils.text import counted
+from ..harness.benchmark import Benchmark, Figures
+from ..harness.options import PICTURE, choices, sizes
+from ..harness.table import BAR, Column, format_size, format_time, ratio, table_lines
+from ..harness.timing import MICROSECONDS, device_clock, enqueue_clock, interleave
+from . import mpi_alone
+from .cache_line import LineProbe
+from .cases import (
+    OPERATIONS,
+    Case,
+    Variant,
+    library_name,
+    measure_variants,
+    memcpy_variant,
+    mpi_variant,
+    our_variant,
+    torch_variant,
 )
-from .cases import Case, Variant, format_size, variants_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
-_BLOCK_SECONDS = 7e-3
-_TOLD_CALLS = 32
-"""Calls that a GPU is told in a block at most, so that the CPU never waits for room in its queue."""
-_LINE_BYTES = 64
-_LINES = 4096
-_REPEATS = 5
+VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
+_GPU_VARIANTS = ("ordinary", "torch", "memcpy")
+_GPU_CALLS = 32
+"""Calls that a GPU gets in a block at most, so that the CPU never waits for room in its queue."""
 
 
-def measure(
-    world: World, blocks: int, operations: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
-) -> dict[str, Any]:
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+def measure(world: World, options: argparse.Namespace) -> Figures:
     """Measure every operation with every dtype at every size; collective.
 
-    Args:
-        world: All ranks of the job; tensors are on its device.
-        blocks: Number of turns of each variant.
-        operations: Some of `OPERATIONS`.
-        dtypes: Some of `DTYPES`.
-        sizes: In bytes.
-
     Returns:
-        The ranks, their cores, how they reach each other, the MPI library's name, and the cases, each with the
-        variants' times in microseconds, and what it took meanwhile to write a cache line that another rank had
-        read, in nanoseconds, None where ranks do not read each other's memory. Where MPI is among the variants,
-        `mpi_microseconds` has its time by thread level. Of GPUs there is their name, and `cpu_microseconds`: the
-        time of the CPU until a call returns.
+        The path between the ranks, the MPI library's name, and the cases, each with the variants' times in
+        microseconds, and the time that it took meanwhile to write a cache line that another rank had read, in
+        nanoseconds, None if ranks do not read each other's memory. If MPI is among the variants,
+        `mpi_microseconds` has its time by thread level. On GPUs, `cpu_microseconds` is the time of the CPU until a
+        call returns.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
     """
     device = device_at(world.device)
-    if device.is_asynchronous:
-        mpi, backend = None, "nccl" if dist.is_nccl_available() else ""
-    else:
-        mpi, backend = runtime.start_mpi(), "gloo"
-    if backend:
-        start_torch(world, backend)
-    cases = [
-        Case(operation, DTYPES[dtype], nbytes, world.rank, world.size, world.device)
-        for operation in operations
-        for dtype in dtypes
-        for nbytes in sizes
-    ]
+    mpi = None if device.is_asynchronous else runtime.start_mpi()
     probe = LineProbe(world)
-    measured = [_measure_case(case, mpi, blocks, probe, device) for case in cases]
-    if backend:
-        dist.destroy_process_group()
+    measured = []
+    for operation in options.operations:
+        for dtype in options.dtypes:
+            for nbytes in options.sizes:
+                case = Case(operation, DTYPES[dtype], nbytes, world.rank, world.size, world.device)
+                measured.append(_measure_case(case, mpi, options.blocks, probe, device))
     return {
-        "ranks": world.size,
-        "cores": count_cores(world),
         "path": "nccl" if mpi is None else getattr(world.default_group.backend, "path", "none"),
         "mpi": "" if mpi is None else library_name(mpi),
         "device": str(device),
-        "blocks": blocks,
+        "blocks": options.blocks,
         "cases": measured,
     }
 
 
-def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe, device: Device) -> dict[str, Any]:
-    variants = variants_of(case, mpi)
-    microseconds = median_times(case, variants, blocks, before=probe.sample, clock=device_clock(device))
-    by_level = {runtime.thread_level(mpi): microseconds["mpi"]} if "mpi" in microseconds else {}
+def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe, device: Device) -> Figures:
+    variants = _variants(case, mpi)
+    times = measure_variants(variants, blocks, before=probe.sample, clock=device_clock(device))
+    cpu_times: dict[str, float] = {}
+    if device.is_asynchronous:
+        calls = {name: variant.call for name, variant in variants.items()}
+        cpu_times = interleave(
+            calls, blocks=blocks, calls=_GPU_CALLS, unit=MICROSECONDS, clock=enqueue_clock(device)
+        )
     return {
         "operation": case.operation,
         "dtype": str(case.dtype).removeprefix("torch."),
         "bytes": case.nbytes,
-        "microseconds": microseconds,
-        "mpi_microseconds": by_level,
-        "cpu_microseconds": _telling_times(variants, blocks, device) if device.is_asynchronous else {},
+        "microseconds": times,
+        "mpi_microseconds": {runtime.thread_level(mpi): times["mpi"]} if "mpi" in times else {},
+        "cpu_microseconds": cpu_times,
         "line_nanoseconds": probe.median(),
     }
 
 
-def _telling_times(variants: Mapping[str, Variant], blocks: int, device: Device) -> dict[str, float]:
-    """Return the microseconds that the CPU needs to tell a device to do a variant; collective."""
-    calls = {name: variant.call for name, variant in variants.items()}
-    seconds = interleave(calls, blocks=blocks, calls=_TOLD_CALLS, clock=telling_clock(device))
-    return {name: value * 1e6 for name, value in seconds.items()}
+def _variants(case: Case, mpi: Any) -> dict[str, Variant]:
+    """Return all variants of a case; collective. `mpi` is the module `mpi4py.MPI`, None for tensors on GPUs."""
+    variants = {"ordinary": our_variant(case, case.zeros()), "memcpy": memcpy_variant(case)}
+    if mpi is not None:
+        variants["symmetric"] = our_variant(case, symmetric_empty([case.source_numel], case.dtype))
+        if case.dtype == torch.float32:
+            variants["mpi"] = mpi_variant(case, mpi)
+    if dist.is_initialized():
+        variants["torch" if mpi is None else "gloo"] = torch_variant(case)
+    return {name: variants[name] for name in (*VARIANTS, "torch") if name in variants}
 
 
-def median_times(
-    case: Case,
-    variants: Mapping[str, Variant],
-    blocks: int,
-    ranks: Agreement = AXONMPI,
-    before: Callable[[], object] | None = None,
-    clock: Clock = WALL,
-    block_seconds: float = _BLOCK_SECONDS,
-) -> dict[str, float]:
-    """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
+# ---- tables -----------------------------------------------------------------------------------------------------
 
-    Args:
-        case: The case.
-        variants: Its variants, the same on all ranks.
-        blocks: Number of turns of each variant.
-        ranks: The operations by which the ranks agree.
-        before: Called before each round of turns, untimed.
-        clock: Tells the time of a block.
-        block_seconds: About how long a block takes, of calls that are quicker.
+_PATHS = {
+    "node": "node, through memory that they share",
+    "nodes": "nodes, through shared memory on each node, by MPI's messages between nodes",
+    "plain": "plain, by MPI's messages",
+    "nccl": "NCCL",
+}
 
-    Raises:
-        RuntimeError: A variant's result is wrong; raised on all ranks.
+
+def table(results: list[Figures]) -> str:
+    """Format the figures: for each number of ranks the path between them, then a table for each operation."""
+    return "\n\n".join(block for result in results for block in (_opening(result), *_tables(result)))
+
+
+def _opening(result: Figures) -> str:
+    job = f"{counted(result['ranks'], 'rank')}, {counted(result['cores'], 'core')}"
+    lines = [f"{job}; path between the ranks: {_PATHS.get(result['path'], result['path'])}"]
+    levels = list(dict.fromkeys(level for case in result["cases"] for level in case["mpi_microseconds"]))
+    if len(levels) == 1:
+        lines.append(f"{result['mpi']}: at {levels[0]}")
+    elif levels:
+        lines.append(f"{result['mpi']}: the quicker of {' and '.join(levels)}, each in its own job")
+    return "\n".join(lines)
+
+
+def _tables(result: Figures) -> list[str]:
+    columns = _gpu_columns() if _is_of_gpus(result) else _cpu_columns(result["mpi"])
+    blocks = []
+    for kind, cases in groupby(result["cases"], key=lambda case: (case["operation"], case["dtype"])):
+        ranks = counted(result["ranks"], "rank")
+        title = f"{', '.join(kind)}, {ranks}; the slowest rank's time, medians; and ratios"
+        blocks.append("\n".join([title, *table_lines(columns, cases)]))
+    return blocks
+
+
+def _is_of_gpus(result: Figures) -> bool:
+    return any(case.get("cpu_microseconds") for case in result["cases"])
+
+
+def _cpu_columns(mpi: str) -> list[Column]:
+    return [
+        SIZE,
+        *(time_column(name, mpi if name == "mpi" else name) for name in VARIANTS),
+        BAR,
+        ("symmetric\n/ memcpy", ratio("symmetric", "memcpy", "microseconds")),
+        (f"{mpi}\n/ symmetric", ratio("mpi", "symmetric", "microseconds")),
+        (f"{mpi}\n/ ordinary", ratio("mpi", "ordinary", "microseconds")),
+        ("gloo\n/ symmetric", ratio("gloo", "symmetric", "microseconds")),
+        BAR,
+        ("line\nwrite", lambda case: "-" if (line := case["line_nanoseconds"]) is None else f"{line:.1f} ns"),
+    ]
+
+
+def _gpu_columns() -> list[Column]:
+    return [
+        SIZE,
+        *(time_column(name, name) for name in _GPU_VARIANTS),
+        BAR,
+        ("ordinary\n/ memcpy", ratio("ordinary", "memcpy", "microseconds")),
+        ("torch\n/ ordinary", ratio("torch", "ordinary", "microseconds")),
+        BAR,
+        ("CPU\nordinary", lambda case: format_time(case["cpu_microseconds"].get("ordinary"))),
+        ("CPU\ntorch", lambda case: format_time(case["cpu_microseconds"].get("torch"))),
+    ]
+
+
+SIZE: Column = ("size", lambda case: format_size(case["bytes"]))
+
+
+def time_column(variant: str, heading: str) -> Column:
+    """Return the column of a variant's time; "-" if it is not among a case's variants."""
+    return heading, lambda case: format_time(case["microseconds"].get(variant))
+
+
+# ---- picture ----------------------------------------------------------------------------------------------------
+
+
+def plot(path: Path, results: list[Figures]) -> None:
+    """Draw time against size, both logarithmic, as a PNG; replaces an existing file.
+
+    A row for each number of ranks, a column for each operation and dtype, a line for each variant.
     """
-    check(case, variants, ranks)
-    calls = {name: variant.call for name, variant in variants.items()}
-    numbers = calls_for(calls, block_seconds, ranks, clock)
-    seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks, clock=clock)
-    return {name: value * 1e6 for name, value in seconds.items()}
+    # Not pyplot: the threads of a process share its state, and it looks for a display.
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((case["operation"], case["dtype"]) for case in results[0]["cases"]))
+    drawing = Figure(figsize=(5 * len(kinds), 4 * len(results)), layout="constrained")
+    grid = drawing.subplots(len(results), len(kinds), squeeze=False)
+    for row, result in zip(grid, results, strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            _draw(axes, result, *kind)
+    drawing.savefig(path, dpi=120, format="png")
 
 
-def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMPI) -> None:
-    """Raise RuntimeError on all ranks if a variant's result is wrong on any rank; collective."""
-    names = [name for name, variant in variants.items() if ranks.largest(not variant.is_right())]
-    if names:
-        what = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"
-        raise RuntimeError(f"{what}: wrong result of {', '.join(names)}")
+def _draw(axes: Any, result: Figures, operation: str, dtype: str) -> None:
+    cases = [case for case in result["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
+    for number, variant in enumerate(_GPU_VARIANTS if _is_of_gpus(result) else VARIANTS):
+        measured = [case for case in cases if variant in case["microseconds"]]
+        if measured:
+            nbytes = [case["bytes"] for case in measured]
+            times = [case["microseconds"][variant] for case in measured]
+            label = result["mpi"] if variant == "mpi" else variant
+            axes.loglog(nbytes, times, f"C{number}o-", markersize=3, label=label)
+    axes.set(xlabel="bytes", ylabel="µs", title=f"{operation}, {dtype}, {counted(result['ranks'], 'rank')}")
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
-def library_name(mpi: Any) -> str:
-    """Return the name of the MPI library in use; local."""
-    # An MPI library may stand in for another one of the same binary interface, which mpi4py was built for.
-    return "Intel MPI" if "Intel" in mpi.Get_library_version() else runtime.library_info().vendor
+# ---- command ----------------------------------------------------------------------------------------------------
 
+_DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
 
-class LineProbe:
-    """Measures how long rank 0 takes to write a cache line that the others have just read.
-
-    It takes a few nanoseconds where two ranks share a cache, about ten times as much where their cores are far
-    apart, and the time of everything that goes through shared memory changes with it. A system may move ranks at
-    any time, so this time is measured beside each block.
-
-    Args:
-        world: The ranks; the methods are collective over all of them.
-
-    Where there was too little memory to share (a warning says so), rank 0 writes memory that no other rank reads.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._nanoseconds: list[float] = []
-        self._is_writer = world.rank == 0
-        shares = getattr(world.default_group.backend, "path", "") == "node"
-        self._memory = symmetric_empty((_LINES * _LINE_BYTES,), torch.uint8) if shares else None
-
-    def sample(self) -> None:
-        """Add a measurement; collective."""
-        if self._memory is None:
-            return
-        taken = []
-        for repeat in range(_REPEATS + 1):
-            began = time.perf_counter()
-            if self._is_writer:
-                self._memory.fill_(repeat)
-            taken.append((time.perf_counter() - began) / _LINES * 1e9)
-            broadcast(self._memory)
-        if self._is_writer:
-            self._nanoseconds.append(statistics.median(taken[1:]))
-
-    def median(self) -> float | None:
-        """Return the median of the measurements since the last call, in nanoseconds; local.
-
-        None on ranks other than 0, and where ranks do not read each other's memory.
-        """
-        taken, self._nanoseconds = self._nanoseconds, []
-        return statistics.median(taken) if taken else None
+COLLECTIVES = Benchmark(
+    "collectives of many sizes: ours, MPI's own, torch.distributed's, and a plain copy",
+    measure,
+    table,
+    options={
+        "--operations": choices(OPERATIONS, ["all_reduce"]),
+        "--device": {
+            "choices": ("cpu", "cuda"),
+            "help": "where tensors are: with cuda by NCCL, beside torch.distributed's (default: cpu)",
+        },
+        "--dtypes": choices(tuple(DTYPES), metavar="DTYPE"),
+        "--sizes": sizes(_DEFAULT_SIZES),
+        "--plot": PICTURE,
+    },
+    plot=plot,
+    measure_mpi=mpi_alone.measure,
+    add_mpi=mpi_alone.add,
+)

@@ -1,63 +1,55 @@
-"""The common parts of the benchmarks: variants that take turns, clocks, torch.distributed, the number of cores.
+"""Clocks, and variants that are timed in turns.
 
-A clock tells how long calls take: on the CPU by its own time, on a GPU by events before and after them, or by what
-the CPU spends on telling it.
+All variants of a comparison run in short blocks, one after the other, so that a busy machine slows all of them
+alike. A block takes as long as on its slowest rank, and the figure of a variant is the median of its blocks. A
+clock measures a block: on the CPU by the time that passes, on a GPU by events or by the CPU's time for the calls.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import socket
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ....comm import all_gather_object, all_reduce_max, barrier, broadcast_object
-from ....groups.world import World
-from ....interop.autoload import NAME, register
-from ....launch.cpu import usable_cores
+from ....comm import all_reduce_max, barrier
 from ....utils.device import Device, device_at
 
 MOST_CALLS = 16384
-
-# torch 2.13 gives these two operations new names, and warns of the old ones at every call.
-all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MILLISECONDS, MICROSECONDS = 1e3, 1e6
+"""Units of results, a second."""
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The operations by which ranks begin together and learn the time of the slowest; both are collective.
+class RankOperations:
+    """The operations by which ranks begin a block together and learn the time of the slowest; both are collective.
 
     Attributes:
         barrier: Waits for all ranks.
-        largest: Returns the largest of the ranks' values.
+        maximum: Returns the largest of the ranks' values.
     """
 
     barrier: Callable[[], object]
-    largest: Callable[[float], float]
+    maximum: Callable[[float], float]
 
 
-def _largest(value: float) -> float:
+def _maximum(value: float) -> float:
     values = torch.tensor(value, dtype=torch.float64)
     all_reduce_max(values)
     return float(values)
 
 
-AXONMPI = Agreement(barrier, _largest)
+OVER_AXONMPI = RankOperations(barrier, _maximum)
 
 Clock = Callable[[Callable[[], object], int], float]
-"""Makes a call so many times, and returns the seconds of one."""
+"""Runs a call this many times, and returns the seconds of one."""
 
 
 def device_clock(device: Device) -> Clock:
-    """Return what tells the time that a device takes for calls, one behind the other; local."""
+    """Return the clock of the time that a device takes for calls, one behind the other."""
 
     def seconds(call: Callable[[], object], calls: int) -> float:
         first = device.mark()
@@ -68,16 +60,13 @@ def device_clock(device: Device) -> Clock:
     return seconds
 
 
-def telling_clock(device: Device) -> Clock:
-    """Return what tells the time of the CPU until calls return, whatever the device has still to do; local."""
+def enqueue_clock(device: Device) -> Clock:
+    """Return the clock of the CPU's time until calls return, when the device may still be computing."""
 
     def seconds(call: Callable[[], object], calls: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        taken = time.perf_counter() - begin
+        taken = WALL(call, calls)
         device.synchronize()
-        return taken / calls
+        return taken
 
     return seconds
 
@@ -90,24 +79,26 @@ def interleave(
     *,
     blocks: int,
     calls: int | Mapping[str, int],
+    unit: float = 1.0,
     before: Callable[[], object] | None = None,
-    ranks: Agreement = AXONMPI,
+    ranks: RankOperations = OVER_AXONMPI,
     clock: Clock = WALL,
 ) -> dict[str, float]:
-    """Time each variant in `blocks` short blocks, taking turns; collective.
+    """Time each variant in `blocks` short blocks, in turns; collective.
 
-    The first block of each warms up and is not counted. A block takes as long as on its slowest rank.
+    Each variant has one more block at first, which warms up and is not counted.
 
     Args:
-        variants: What to call, in the same order on all ranks.
+        variants: The calls, in the same order on all ranks.
         blocks: Number of turns of each variant.
         calls: Calls a block, of all variants or of each; the same on all ranks.
+        unit: Units of the result, a second.
         before: Called before each round of turns, untimed.
-        ranks: The operations by which the ranks agree.
-        clock: Tells the time of a block.
+        ranks: The ranks' operations.
+        clock: Measures a block.
 
     Returns:
-        The median of each variant's blocks, in seconds a call.
+        The median of each variant's blocks, a call.
     """
     numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -118,75 +109,37 @@ def interleave(
             taken = _seconds_per_call(call, numbers[name], ranks, clock)
             if block:
                 seconds[name].append(taken)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: statistics.median(values) * unit for name, values in seconds.items()}
 
 
 def calls_for(
-    variants: Mapping[str, Callable[[], object]], seconds: float, ranks: Agreement = AXONMPI, clock: Clock = WALL
-) -> dict[str, int]:
-    """Find how many calls of each variant take about `seconds`; collective, the same on all ranks."""
-    return {name: _calls_for(call, seconds, ranks, clock) for name, call in variants.items()}
-
-
-def _calls_for(call: Callable[[], object], seconds: float, ranks: Agreement, clock: Clock) -> int:
-    call()  # the first one may prepare what the others find
+    call: Callable[[], object], seconds: float, ranks: RankOperations = OVER_AXONMPI, clock: Clock = WALL
+) -> int:
+    """Return the number of calls that take about `seconds`; collective, the same on all ranks."""
+    call()
     calls = 1
-    # The quicker of two: one of them may have prepared what the others find.
-    while (
-        each := min(_seconds_per_call(call, calls, ranks, clock) for _ in range(2))
-    ) * calls < seconds / 4 and calls < MOST_CALLS:
+    while True:
+        # The quicker of two, since the first calls may prepare buffers for the next.
+        each = min(_seconds_per_call(call, calls, ranks, clock) for _ in range(2))
+        if each * calls >= seconds / 4 or calls >= MOST_CALLS:
+            return max(1, min(MOST_CALLS, round(seconds / each)))
         calls *= 4
-    return max(1, min(MOST_CALLS, round(seconds / each)))
 
 
-def _seconds_per_call(call: Callable[[], object], calls: int, ranks: Agreement, clock: Clock) -> float:
+def _seconds_per_call(call: Callable[[], object], calls: int, ranks: RankOperations, clock: Clock) -> float:
     """Time `calls` calls, begun together; collective. Returns the slowest rank's time of one."""
     ranks.barrier()
-    return ranks.largest(clock(call, calls))
+    return ranks.maximum(clock(call, calls))
 
 
-def start_gloo(world: World) -> None:
-    """Start the default group of torch.distributed on gloo; collective. MPI carries the address of its store."""
-    start_torch(world, "gloo")
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the time of one call, begun together; collective, each rank's own time."""
+    barrier()
+    return WALL(call, 1)
 
 
-def start_torch(world: World, backend: str) -> None:
-    """Start the default group of torch.distributed; collective. MPI carries the address of its store."""
-    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, yet not among the names that torch exports
-    store: Any = None
-    host = "127.0.0.1" if world.num_nodes == 1 else socket.gethostname()
-    if world.rank == 0:
-        store = make_store(host, 0, is_master=True, wait_for_workers=False)
-    host, port = broadcast_object((host, store.port if store else 0))
-    if store is None:
-        store = make_store(host, port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
-
-
-def add_torch_group() -> dist.ProcessGroup:
-    """Return a second group of torch.distributed, of all ranks of the default one, over axonmpi; collective."""
-    register()
-    group: dist.ProcessGroup = dist.new_group(backend=NAME)
-    return group
-
-
-def stock_groups() -> dict[str, dist.ProcessGroup]:
-    """Return the groups of torch's own variants, the default one on gloo and one over axonmpi; collective."""
-    default = dist.group.WORLD
-    assert default is not None
-    return {"torch on gloo": default, "torch on axonmpi": add_torch_group()}
-
-
-def count_cores(world: World) -> int:
-    """Return how many logical CPUs all ranks may run on together, each counted once; collective."""
-    places = all_gather_object((world.node_rank, usable_cores()))
-    return len({(node, core) for node, cores in places for core in cores})
-
-
-def give_back() -> None:
+def release_memory() -> None:
     """Return freed memory to the system on every rank; collective."""
     gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     barrier()
