@@ -14,6 +14,7 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ..launch.launcher_variables import is_first_launched
@@ -21,7 +22,8 @@ from ..pipeline import Costs, PipelineSchedule, Schedule, Timeline, make_schedul
 from ..pipeline.schedule.chart import describe, draw_chart, text_chart, text_scale
 from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
-from . import parse_arguments, positive, print_on_first_rank, refuse
+from .arguments import file_to_write, parse_arguments, positive
+from .output import print_on_first_rank, refuse
 
 _PROGRAM = "axonmpi chart"
 _COSTS = {
@@ -112,14 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="TIME", help=text)
     parser.add_argument("--rendezvous", action="store_true", help="let sends wait until they are received")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="show a real run beside it, from its trace")
-    parser.add_argument("--output", type=_picture, metavar="FILE", help="draw a picture into FILE.png or FILE.svg")
+    picture = partial(file_to_write, endings=(".png", ".svg"))
+    parser.add_argument("--output", type=picture, metavar="FILE", help="draw a picture into FILE.png or FILE.svg")
     return parser
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"expected a name in an existing folder, ending in .png or .svg, got {text!r}"
-        )
-    return path

@@ -31,7 +31,8 @@ from ..errors import CheckpointError
 from ..launch.launcher_variables import is_first_launched, launched_ranks
 from ..train.report.terminal import terminal_width
 from ..utils.text import counted, printable
-from . import parse_arguments, print_on_first_rank, refuse
+from .arguments import parse_arguments
+from .output import print_on_first_rank, refuse
 
 _PROGRAM = "axonmpi checkpoint"
 _DAMAGED = 1

@@ -20,13 +20,14 @@ from ..observe.wait_graph import seconds_in, wait_graph_of
 from ..observe.waits import RankState, states_of
 from ..record import Phase
 from ..record.reader import Condition, RankRecord
-from . import parse_arguments, refuse
+from .arguments import parse_arguments, positive_seconds
+from .output import refuse
 
 LONG_SECONDS = 5.0
 """How long ranks may wait before it is said for whom."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Show the ranks of a job until it ends; local.
 
     Returns:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="axonmpi top", description="Show where the ranks of a job are, live.")
     parser.add_argument("job", nargs="?", default="", metavar="JOB|PID", help="default: the job that runs here")
-    parser.add_argument("--interval", type=_positive_seconds, default=0.5, help="seconds between two looks")
+    parser.add_argument("--interval", type=positive_seconds, default=0.5, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="look once and end")
     options = parse_arguments(parser, argv)
     try:
@@ -57,17 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             before = now
         live.update(screen(records, before, rates), refresh=True)
     return 0
-
-
-def _positive_seconds(text: str) -> float:
-    """Read an option's value, a time above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
 
 
 def _rates(before: Mapping[int, RankState], now: Mapping[int, RankState], seconds: float) -> dict[int, float]:

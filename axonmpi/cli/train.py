@@ -25,7 +25,7 @@ from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from ..utils.device import gpu_identity
 from ..utils.text import lines_of_ranks, ranks_by_text
-from . import print_on_first_rank, refuse, said_once
+from .output import print_on_first_rank, printed_once, refuse
 
 _PROGRAM = "axonmpi train"
 _FAILED = 1
@@ -181,7 +181,7 @@ def parse(argv: Sequence[str]) -> Config:
     widen_terminal(_NARROWEST)  # in a column or two tyro never comes to an end
     groups = [group.name for group in fields(base)]
     default = _Flags(*(getattr(base, name) for name in groups))
-    with said_once():
+    with printed_once():
         flags = tyro.cli(
             _Flags, prog=_PROGRAM, args=list(argv), default=default, config=(tyro.conf.OmitArgPrefixes,)
         )

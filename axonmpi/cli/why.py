@@ -29,7 +29,8 @@ from ..observe.wait_graph import WaitGraph, seconds_in, site_in, wait_graph_of
 from ..observe.waits import RankState, states_of
 from ..record.reader import Condition, RankRecord
 from ..utils.text import counted, name_ranks, ranks_by_text
-from . import BAD_USAGE, parse_arguments, refuse
+from .arguments import parse_arguments
+from .output import BAD_USAGE, refuse
 
 LOOK_SECONDS = 1.0
 """Between two looks at the records: what a rank does not do in that time, it may not do at all."""
@@ -63,7 +64,7 @@ class Report:
         return bool(self.graph.behind) and not self.going_on
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Say what a job waits for; local.
 
     Returns:

@@ -10,9 +10,8 @@ from helpers.compare import assert_said
 from torch import nn
 
 import axonmpi as ax
-from axonmpi import cli
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
-from axonmpi.cli import checkpoint, main
+from axonmpi.cli import checkpoint, main, output
 from axonmpi.testing import run_ranks
 
 
@@ -119,7 +118,7 @@ def test_ranks_verify_together(folder, capsys, monkeypatch):
     started = {"launched_ranks": lambda: 2, "init_process_group": ax.get_world, "destroy_process_group": ax.barrier}
     for name, value in started.items():
         monkeypatch.setattr(checkpoint, name, value)
-    monkeypatch.setattr(cli, "is_first_launched", ax.is_main_process)
+    monkeypatch.setattr(output, "is_first_launched", ax.is_main_process)
     assert run_ranks(2, lambda world: main(["checkpoint", "verify", "damaged"])) == [1, 1]
     assert_said(capsys.readouterr().out, "damaged\n", "in 'weight'", times=1)
 

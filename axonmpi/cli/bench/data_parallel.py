@@ -1,23 +1,23 @@
-"""A step of data parallel training, with whole and with sharded parameters: ours, and torch's on gloo and on ours.
+"""A step of data parallel training, with full and with sharded parameters: axonmpi, and torch on two backends.
 
 The model is a multilayer perceptron of 12.6 million parameters with a batch of 64 a rank.
 
-ddp     Four copies take turns at forward and backward: one without data parallelism (all ranks compute, nobody
+ddp     Four copies take turns at forward and backward: one without data parallelism (all ranks compute, none
         communicates), one wrapped by axonmpi, two by `torch.nn.parallel.DistributedDataParallel`, on gloo and on
         axonmpi's backend of torch.distributed. Overhead is a wrapped step's time less the local step's.
 
-fsdp    Each layer is a unit, and the steps are AdamW's, too; `--batch` changes the batch. Time: all variants take
+fsdp    Each layer is a unit, and a step includes AdamW's; `--batch` changes the batch. Time: all variants take
         turns in one job. Memory: each variant by itself, in the same job before that; the largest memory of the
         node's processes beyond their memory before it was built, with shared memory in equal shares.
 """
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,69 +28,71 @@ from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...groups.world import World
 from ...utils.process_memory import PeakMemory, process_memory
-from ...utils.text import aligned
-from .timing import give_back, interleave, start_gloo, stock_groups
+from .harness.benchmark import Benchmark, Figures
+from .harness.options import number
+from .harness.table import BAR, Column, figure, gain, ratio, table_lines, text
+from .harness.timing import MILLISECONDS, interleave, release_memory
+from .harness.torch_groups import ON_AXONMPI, ON_GLOO, torch_fsdp, torch_groups
 
 BATCH = 64
 _WIDTHS = (1024, 2048, 2048, 2048, 1024)
 _DDP_STEPS_PER_BLOCK = 3
 _FSDP_STEPS_PER_BLOCK = 2
 _MEMORY_STEPS = 3
+_MEBIBYTES = 2**-20
 
 Step = Callable[[], None]
 
 
-def measure_ddp(world: World, blocks: int) -> dict[str, Any]:
-    """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in milliseconds."""
-    start_gloo(world)
-    seconds = _ddp_seconds(batch_of(world, BATCH), blocks)
-    dist.destroy_process_group()
-    milliseconds = {name: value * 1e3 for name, value in seconds.items()}
-    return {
-        "ranks": world.size,
-        "parameters": sum(p.numel() for p in build_model().parameters()),
-        "machine": platform.machine(),
-        "milliseconds": milliseconds,
-        "overhead": {name: time - milliseconds["local"] for name, time in milliseconds.items() if name != "local"},
-    }
+# ---- ddp --------------------------------------------------------------------------------------------------------
 
 
-def _ddp_seconds(batch: Tensor, blocks: int) -> dict[str, float]:
-    """Measure the steps. Torch's model is gone afterwards: freed after gloo's group it would wait for it for ever.
-
-    Its C++ part would hold the last reference, and join a thread of gloo that needs the interpreter lock.
-    """
+def _measure_ddp(world: World, options: argparse.Namespace) -> Figures:
+    batch = batch_of(world, BATCH)
     steps = {
         "local": step_of(build_model(), batch),
         "axonmpi": step_of(DistributedDataParallel(build_model()), batch),
-        **{name: step_of(torch_ddp(group), batch) for name, group in stock_groups().items()},
+        **{name: step_of(torch_ddp(group), batch) for name, group in torch_groups().items()},
     }
-    return interleave(steps, blocks=blocks, calls=_DDP_STEPS_PER_BLOCK)
+    times = interleave(steps, blocks=options.blocks, calls=_DDP_STEPS_PER_BLOCK, unit=MILLISECONDS)
+    return {
+        "parameters": sum(p.numel() for p in build_model().parameters()),
+        "machine": platform.machine(),
+        "milliseconds": times,
+        "overhead": {name: time - times["local"] for name, time in times.items() if name != "local"},
+    }
 
 
-def ddp_table(results: list[dict[str, Any]]) -> str:
-    """Format the figures of several numbers of ranks."""
+_WRAPPED = ("axonmpi", ON_GLOO, ON_AXONMPI)
+_DDP_COLUMNS: list[Column] = [
+    ("ranks", text("ranks")),
+    *((name, figure("milliseconds", name)) for name in ("local", *_WRAPPED)),
+    BAR,
+    ("overhead:", lambda result: ""),
+    *((name, figure("overhead", name)) for name in _WRAPPED),
+    ("gloo / axonmpi", lambda result: gain(result["overhead"][ON_GLOO], result["overhead"]["axonmpi"])),
+]
+
+
+def _ddp_table(results: list[Figures]) -> str:
     title = f"DDP, {results[0]['parameters'] / 1e6:.1f} M parameters, batch {BATCH} a rank; ms a step, medians"
-    rows = [["ranks", *results[0]["milliseconds"], "|", "overhead:", *results[0]["overhead"], "gloo / axonmpi"]]
-    for result in results:
-        ours, stock = result["overhead"]["axonmpi"], result["overhead"]["torch on gloo"]
-        times = [f"{time:.1f}" for time in result["milliseconds"].values()]
-        more = [f"{time:.1f}" for time in result["overhead"].values()]
-        ratio = f"{stock / ours:.1f}" if ours > 0 else "no overhead"
-        rows.append([str(result["ranks"]), *times, "|", "", *more, ratio])
-    return "\n".join([title, *aligned(rows)])
+    return "\n".join([title, *table_lines(_DDP_COLUMNS, results)])
 
 
-def measure_fsdp(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
-    """Measure `blocks` blocks on the ranks of `world`; collective; times in milliseconds, memory in bytes."""
-    start_gloo(world)
-    batch = batch_of(world, samples_per_rank)
+DDP = Benchmark("step overhead of data parallelism, ours and torch's on gloo and on ours", _measure_ddp, _ddp_table)
+
+
+# ---- fsdp -------------------------------------------------------------------------------------------------------
+
+
+def _measure_fsdp(world: World, options: argparse.Namespace) -> Figures:
+    batch = batch_of(world, options.batch)
     wrappers: dict[str, Callable[[nn.Sequential], nn.Module]] = {
         "local": lambda model: model,
         "ddp": DistributedDataParallel,
         "fsdp": lambda model: FullyShardedDataParallel(model, units=nn.Linear),
         "fsdp bfloat16": lambda model: FullyShardedDataParallel(model, units=nn.Linear, mixed_precision=True),
-        **{name: partial(torch_fsdp, group=group) for name, group in stock_groups().items()},
+        **{name: partial(torch_fsdp, group=group) for name, group in torch_groups().items()},
     }
 
     def make(name: str) -> Step:
@@ -98,36 +100,66 @@ def measure_fsdp(world: World, blocks: int, samples_per_rank: int) -> dict[str, 
         return step_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     memory = {name: _peak_memory(partial(make, name)) for name in wrappers}
-    seconds = interleave({name: make(name) for name in wrappers}, blocks=blocks, calls=_FSDP_STEPS_PER_BLOCK)
+    steps = {name: make(name) for name in wrappers}
     estimates = {
         name: FullyShardedDataParallel(build_model(), units=nn.Linear, sharding_strategy=strategy).memory_estimate()
         for name, strategy in {"ddp": ShardingStrategy.NO_SHARD, "fsdp": ShardingStrategy.FULL_SHARD}.items()
     }
-    dist.destroy_process_group()
     return {
-        "ranks": world.size,
         "parameters": estimates["ddp"].total_params,
-        "batch": samples_per_rank,
-        "milliseconds": {name: value * 1e3 for name, value in seconds.items()},
+        "batch": options.batch,
+        "milliseconds": interleave(steps, blocks=options.blocks, calls=_FSDP_STEPS_PER_BLOCK, unit=MILLISECONDS),
         "memory": memory,
         "theory": {name: estimate.total_memory_bytes * world.size for name, estimate in estimates.items()},
     }
 
 
-def fsdp_table(results: list[dict[str, Any]]) -> str:
-    """Format the figures of several numbers of ranks."""
-    title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, batch {results[0]['batch']} a rank, AdamW"
-    names = list(results[0]["milliseconds"])
-    times = [["ms a step", "ranks", *names, "|", "gloo / fsdp", "ddp / fsdp"]]
-    memory = [["MiB of a node", "ranks", *names, "|", "theory: ddp", "fsdp"]]
-    for result in results:
-        ranks, taken = str(result["ranks"]), result["milliseconds"]
-        ratios = (f"{taken[name] / taken['fsdp']:.2f}" for name in ("torch on gloo", "ddp"))
-        times.append(["", ranks, *(f"{value:.1f}" for value in taken.values()), "|", *ratios])
-        numbers = [f"{value / 2**20:.0f}" for value in [*result["memory"].values(), *result["theory"].values()]]
-        memory.append(["", ranks, *numbers[: len(names)], "|", *numbers[len(names) :]])
+def _peak_memory(make: Callable[[], Step]) -> int:
+    """Return the largest memory of a variant in a few steps, on all ranks of the node together; collective."""
+    release_memory()
+    before = process_memory()[0]
+    step = make()
+    with PeakMemory() as peak:
+        for _ in range(_MEMORY_STEPS):
+            step()
+    most = torch.tensor([peak.most - before])
+    all_reduce_sum(most)
+    del step
+    release_memory()
+    return int(most)
+
+
+def fsdp_table(results: list[Figures]) -> str:
+    """Format times, then memory, of several numbers of ranks."""
+    first = results[0]
+    names = list(first["milliseconds"])
+    times = [
+        ("ms a step", lambda result: ""),
+        ("ranks", text("ranks")),
+        *((name, figure("milliseconds", name)) for name in names),
+        BAR,
+        ("gloo / fsdp", ratio(ON_GLOO, "fsdp", "milliseconds")),
+        ("ddp / fsdp", ratio("ddp", "fsdp", "milliseconds")),
+    ]
+    memory = [
+        ("MiB of a node", lambda result: ""),
+        ("ranks", text("ranks")),
+        *((name, figure("memory", name, form=".0f", scale=_MEBIBYTES)) for name in names),
+        BAR,
+        ("theory: ddp", figure("theory", "ddp", form=".0f", scale=_MEBIBYTES)),
+        ("fsdp", figure("theory", "fsdp", form=".0f", scale=_MEBIBYTES)),
+    ]
+    title = f"{first['parameters'] / 1e6:.1f} M parameters, batch {first['batch']} a rank, AdamW"
     note = "memory at most; theory: parameters, gradients and AdamW's state alone"
-    return "\n".join([title, *aligned(times), "", *aligned(memory), note])
+    return "\n".join([title, *table_lines(times, results), "", *table_lines(memory, results), note])
+
+
+FSDP = Benchmark(
+    "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
+    _measure_fsdp,
+    fsdp_table,
+    options={"--batch": number("samples of a step on each rank", BATCH)},
+)
 
 
 # ---- steps ------------------------------------------------------------------------------------------------------
@@ -147,7 +179,7 @@ def batch_of(world: World, samples: int) -> Tensor:
 
 
 def step_of(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Step:
-    """Return what does a step: forward, backward, and the optimizer's if there is one."""
+    """Return a function that runs a step: forward, backward, and the optimizer's if there is one."""
 
     def step() -> None:
         model.zero_grad()
@@ -161,32 +193,3 @@ def step_of(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | 
 def torch_ddp(group: dist.ProcessGroup) -> nn.Module:
     """Return a model under torch's DistributedDataParallel; collective over a group of all ranks."""
     return nn.parallel.DistributedDataParallel(build_model(), process_group=group, gradient_as_bucket_view=True)
-
-
-def torch_fsdp(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Module:
-    """Shard a model by torch's FSDP2, a unit for each layer; collective over a group of all ranks."""
-    # These take a second to import, which the other benchmarks need not spend.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def _peak_memory(make: Callable[[], Step]) -> int:
-    """Return the largest memory of a variant in a few steps, on all ranks of the node together; collective."""
-    give_back()
-    before = process_memory()[0]
-    step = make()
-    with PeakMemory() as peak:
-        for _ in range(_MEMORY_STEPS):
-            step()
-    most = torch.tensor([peak.most - before])
-    all_reduce_sum(most)
-    del step
-    give_back()
-    return int(most)

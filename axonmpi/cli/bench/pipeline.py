@@ -1,11 +1,10 @@
-"""A pipeline's training step by each schedule: ours, torch's on gloo and on ours, and the ideal.
+"""A pipeline's training step by each schedule: axonmpi, torch on two backends, and the ideal.
 
 Stages are rows of transformer blocks, equally many on each rank. For each schedule four variants take turns:
-ours, `torch.distributed.pipelining` on gloo and on axonmpi's backend of torch.distributed, and the computation
-alone. For the last, all ranks compute what the
-schedule has them compute, at once, in the same order and with the same modules, but send nothing and wait for no
-other rank. The times of their actions go into the simulator. The time that comes out is the ideal, in which ranks
-wait only where the schedule has a bubble.
+axonmpi, `torch.distributed.pipelining` on gloo and on axonmpi's backend of torch.distributed, and the computation
+alone. For the last, all ranks compute their actions of the schedule at once, in the same order and with the same
+modules, but send nothing and wait for no other rank. The simulator takes the times of these actions and returns the
+ideal, in which ranks wait only in the bubble of the schedule.
 
 Before anything is timed, gradients of all variants are compared with those of one process.
 """
@@ -14,97 +13,88 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ...comm import all_reduce_max
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
-from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
-from .timing import count_cores, interleave, start_gloo, stock_groups
+from .harness.benchmark import Benchmark, Figures, check_error, check_multiple, largest_error
+from .harness.options import choices, number
+from .harness.table import BAR, Column, figure, ratio, table_lines, text
+from .harness.timing import MILLISECONDS, interleave
+from .harness.torch_groups import ON_AXONMPI, ON_GLOO, torch_groups
+from .pipeline_steps import HEAD_WIDTH, Computation, Step, Task, our_step, torch_step
 
-STEPS_PER_BLOCK = 2
-_TOLERANCE = 1e-4
-_VARIANTS = ("compute", "axonmpi", "torch on gloo", "torch on axonmpi")
+_CHUNKS = 2
+_STEPS_PER_BLOCK = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, here and in torch.
+    """A schedule of axonmpi's and of torch's.
 
     Attributes:
         kind: The schedule.
         chunks: Stages on each rank.
-        made_by: The name of the class in `torch.distributed.pipelining`.
+        torch_class: The name of the class in `torch.distributed.pipelining`.
     """
 
     kind: PipelineSchedule
     chunks: int
-    made_by: str
+    torch_class: str
 
 
 CASES = {
     "gpipe": Case(PipelineSchedule.GPIPE, 1, "ScheduleGPipe"),
     "1f1b": Case(PipelineSchedule.ONE_F_ONE_B, 1, "Schedule1F1B"),
     "zero-bubble": Case(PipelineSchedule.ZERO_BUBBLE, 1, "ScheduleInterleavedZeroBubble"),
-    "interleaved-1f1b": Case(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, CHUNKS, "ScheduleInterleaved1F1B"),
-    "zero-bubble-v": Case(PipelineSchedule.ZERO_BUBBLE, CHUNKS, "ScheduleZBVZeroBubble"),
+    "interleaved-1f1b": Case(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, _CHUNKS, "ScheduleInterleaved1F1B"),
+    "zero-bubble-v": Case(PipelineSchedule.ZERO_BUBBLE, _CHUNKS, "ScheduleZBVZeroBubble"),
 }
 
 
-def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> dict[str, Any]:
-    """Measure on the ranks of a world; collective; the figures are in milliseconds.
+# ---- measuring --------------------------------------------------------------------------------------------------
 
-    Args:
-        world: The ranks.
-        blocks: How often each variant takes its turn.
-        sizes: Of the model and the batch.
-        names: Some of `CASES`.
+
+def measure(world: World, options: argparse.Namespace) -> Figures:
+    """Measure on the ranks of a world; collective; the figures are in milliseconds.
 
     Raises:
         RuntimeError: A variant's gradients differ from those of one process; on all ranks.
         ValueError: A size does not fit these ranks.
     """
-    _check_sizes(world, sizes)
-    start_gloo(world)
-    task = Task(world, sizes)
-    cases = {name: CASES[name] for name in names}
-    schedules = {
-        name: make_schedule(case.kind, world.size, sizes.microbatches, case.chunks) for name, case in cases.items()
-    }
-    computations = {name: Computation(task, schedule) for name, schedule in schedules.items()}
+    check_multiple("layers", options.layers, _CHUNKS)
+    check_multiple("width", options.width, HEAD_WIDTH)
+    check_multiple("microbatches", options.microbatches, world.size, "ranks")
+    task = Task(world, options)
+    groups = torch_groups()
+    schedules: dict[str, Schedule] = {}
+    computations: dict[str, Computation] = {}
     pipelines: dict[str, Step] = {}
-    groups = stock_groups()
-    for name, case in cases.items():
+    for name in options.schedules:
+        case = CASES[name]
+        schedules[name] = make_schedule(case.kind, world.size, options.microbatches, case.chunks)
+        computations[name] = Computation(task, schedules[name])
         pipelines[f"axonmpi {name}"] = our_step(task, case.kind, case.chunks)
-        for stock, group in groups.items():
-            pipelines[f"{stock} {name}"] = torch_step(task, schedules[name], case.made_by, group)
+        for on_backend, group in groups.items():
+            pipelines[f"{on_backend} {name}"] = torch_step(task, schedules[name], case.torch_class, group)
     check_gradients(task, pipelines)
-    variants = {**pipelines, **{f"compute {name}": each.step for name, each in computations.items()}}
-    seconds = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
-    dist.destroy_process_group()
-    milliseconds = {name: value * 1e3 for name, value in seconds.items()}
+    alone = {f"compute {name}": computation.step for name, computation in computations.items()}
+    times = interleave({**pipelines, **alone}, blocks=options.blocks, calls=_STEPS_PER_BLOCK, unit=MILLISECONDS)
     return {
-        "ranks": world.size,
-        "cores": count_cores(world),
-        "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in task.layers.parameters()),
-        **asdict(sizes),
+        **{name: getattr(options, name) for name in ("layers", "width", "length", "samples", "microbatches")},
         "schedules": {
             name: {
-                **{who: milliseconds[f"{who} {name}"] for who in _VARIANTS},
+                **{variant: times[f"{variant} {name}"] for variant in ("compute", "axonmpi", ON_GLOO, ON_AXONMPI)},
                 **_simulated(schedules[name], computations[name].costs()),
             }
-            for name in cases
+            for name in options.schedules
         },
     }
 
 
-def _simulated(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+def _simulated(schedule: Schedule, costs: Costs) -> Figures:
     timeline = simulate(schedule, costs)
     return {
         "ideal": timeline.makespan * 1e3,
@@ -121,102 +111,68 @@ def check_gradients(task: Task, variants: Mapping[str, Step]) -> None:
         RuntimeError: They differ, or are not for this rank's share of the parameters; on all ranks.
     """
     task.step_of_one_process()
-    wanted = task.gradients()
-    share = len(wanted) // task.world.size
+    expected = task.gradients()
+    share = len(expected) // task.world.size
     for name, step in variants.items():
         step()
-        pairs = zip(task.gradients(), wanted, strict=True)
-        errors = [
-            (found - right).abs().max() / right.abs().max()
-            for found, right in pairs
-            if found is not None and right is not None
-        ]
-        worst = torch.stack(errors).max() if len(errors) == share else torch.tensor(math.inf)
-        worst.nan_to_num_(nan=math.inf)
-        all_reduce_max(worst)
-        if not worst <= _TOLERANCE:
-            raise RuntimeError(
-                f"{name} on {task.world.size} ranks: gradients are not those of one process, off by {worst:.1e} of "
-                f"the largest, expected at most {_TOLERANCE:.0e}"
-            )
+        gradients = task.gradients()
+        error = math.inf
+        if len(gradients) == share:
+            error = largest_error(list(gradients.values()), [expected[index] for index in gradients])
+        check_error(name, "gradients", error, task.world)
 
 
 # ---- table ------------------------------------------------------------------------------------------------------
 
+_COLUMNS: list[Column] = [
+    ("schedule", text("schedule")),
+    ("compute", figure("compute")),
+    ("bubble", figure("bubble", form=".1%")),
+    ("ideal", figure("ideal")),
+    ("axonmpi", figure("axonmpi")),
+    (ON_GLOO, figure(ON_GLOO)),
+    (ON_AXONMPI, figure(ON_AXONMPI)),
+    BAR,
+    ("ours / ideal", ratio("axonmpi", "ideal")),
+    ("gloo / ours", ratio(ON_GLOO, "axonmpi")),
+    ("gloo 1f1b / ours", ratio("gloo 1f1b", "axonmpi")),
+    BAR,
+    ("activations held", lambda row: " ".join(map(str, row["peak_activations"]))),
+]
 
-def table(results: list[dict[str, Any]]) -> str:
+
+def table(results: list[Figures]) -> str:
     """Format the figures of several numbers of ranks."""
     first = results[0]
     shape = f"[{first['samples']}, {first['length']}, {first['width']}]"
     batches = f"{first['microbatches']} micro-batches of {shape}"
     lines = [f"{first['layers']} transformer blocks a rank, {batches}; ms a step, medians"]
     for result in results:
-        stock = result["schedules"].get("1f1b", {}).get("torch on gloo", math.nan)
+        gloo_1f1b = result["schedules"].get("1f1b", {}).get(ON_GLOO, math.nan)
         lines.append(
             f"\n{result['ranks']} ranks, {result['cores']} cores, threads of a rank: {result['threads']}, "
             f"{result['parameters'] / 1e6:.1f} M parameters"
         )
-        lines.append(
-            f"{'schedule':<17} {'compute':>8} {'bubble':>7} {'ideal':>8} {'axonmpi':>8} "
-            f"{'torch on gloo':>14} {'torch on axonmpi':>17} | {'ours / ideal':>12} {'gloo / ours':>12} "
-            f"{'gloo 1f1b / ours':>17} | activations held"
-        )
-        lines += [_row(name, figures, stock) for name, figures in result["schedules"].items()]
+        rows = [
+            {"schedule": name, "gloo 1f1b": gloo_1f1b, **figures} for name, figures in result["schedules"].items()
+        ]
+        lines += table_lines(_COLUMNS, rows, left=[0])
     return "\n".join(lines)
 
 
-def _row(name: str, figures: dict[str, Any], stock: float) -> str:
-    ours, gloo = figures["axonmpi"], figures["torch on gloo"]
-    return (
-        f"{name:<17} {figures['compute']:8.1f} {figures['bubble']:7.1%} {figures['ideal']:8.1f} {ours:8.1f} "
-        f"{gloo:14.1f} {figures['torch on axonmpi']:17.1f} | {ours / figures['ideal']:12.2f} {gloo / ours:12.2f} "
-        f"{stock / ours:17.2f} | {' '.join(map(str, figures['peak_activations']))}"
-    )
-
-
-# ---- options ----------------------------------------------------------------------------------------------------
-
-_HELP = {
-    "layers": f"transformer blocks on each rank, a multiple of {CHUNKS}",
-    "width": f"features of a block, a multiple of {HEAD_WIDTH}",
-    "length": "positions of a sample",
-    "samples": "samples of a micro-batch",
-    "microbatches": "micro-batches of a step, a multiple of the ranks",
-}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for schedules and sizes; local."""
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        choices=tuple(CASES),
-        default=list(CASES),
-        help=f"some of {', '.join(CASES)} (default: all)",
-        metavar="NAME",
-    )
-    defaults = asdict(Sizes())
-    for name, text in _HELP.items():
-        parser.add_argument(
-            "--micro-batches" if name == "microbatches" else f"--{name}",
-            dest=name,
-            type=int,
-            default=defaults[name],
-            help=f"{text} (default: {defaults[name]})",
-            metavar="N",
-        )
-
-
-def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes that the options give; local."""
-    return Sizes(**{name: getattr(options, name) for name in _HELP})
-
-
-def _check_sizes(world: World, sizes: Sizes) -> None:
-    """Raise ValueError unless the sizes fit all schedules, torch's too."""
-    divisors = {"layers": CHUNKS, "width": HEAD_WIDTH, "microbatches": world.size}
-    for name, value in asdict(sizes).items():
-        divisor = divisors.get(name, 1)
-        if value < 1 or value % divisor:
-            expected = f"a multiple of {divisor}" if divisor > 1 else "a positive number"
-            raise ValueError(f"{name}: expected {expected} on {world.size} ranks, got {value}")
+PIPELINE = Benchmark(
+    "a step of a pipeline by each schedule: ours, torch's on gloo and on ours, and the ideal",
+    measure,
+    table,
+    options={
+        "--schedules": choices(tuple(CASES)),
+        "--layers": number(f"transformer blocks on each rank, a multiple of {_CHUNKS}", 4),
+        "--width": number(f"features of a block, a multiple of {HEAD_WIDTH}", 192),
+        "--length": number("positions of a sample", 64),
+        "--samples": number("samples of a micro-batch", 1),
+        "--micro-batches": {
+            "dest": "microbatches",
+            **number("micro-batches of a step, a multiple of the ranks", 8),
+        },
+    },
+)

@@ -1,16 +1,16 @@
-"""The steps of the pipeline benchmark: ours, torch's, and the computation alone.
+"""The steps of the pipeline benchmark: axonmpi's, torch's, and the computation alone.
 
-All of them compute with the same modules: each rank has the whole model, and each variant has it cut into the
-stages of its schedule.
+All of them compute with the same modules: each rank has the full model, and each variant cuts it into the stages of
+its schedule.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,37 +26,17 @@ from ...pipeline.runtime.split_backward import input_gradients
 from ...train.config import ModelConfig
 from ...train.model import GPT
 
-CHUNKS = 2
 HEAD_WIDTH = 32
 
 Step = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the model and of the batch.
-
-    Attributes:
-        layers: Transformer blocks on each rank.
-        width: Their features D.
-        length: Positions T.
-        samples: Samples of a micro-batch.
-        microbatches: Micro-batches of a step.
-    """
-
-    layers: int = 4
-    width: int = 192
-    length: int = 64
-    samples: int = 1
-    microbatches: int = 8
-
-
 class Task:
-    """The model and the batch, the same on all ranks, each of which uses its part.
+    """The model and the batch, the same on all ranks, each of which uses its stages.
 
     Args:
         world: The ranks.
-        sizes: Of the model and of the batch.
+        options: Of the benchmark: the sizes of the model and of the batch.
 
     Attributes:
         layers: All blocks of the model.
@@ -64,18 +44,19 @@ class Task:
         target: [B, T, D] the wanted output.
     """
 
-    def __init__(self, world: World, sizes: Sizes) -> None:
+    def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world = world
-        self.sizes = sizes
+        self.samples = options.samples
+        self.microbatches = options.microbatches
         config = ModelConfig(
-            layers=sizes.layers * world.size,
-            width=sizes.width,
-            heads=sizes.width // HEAD_WIDTH,
-            sequence_length=sizes.length,
+            layers=options.layers * world.size,
+            width=options.width,
+            heads=options.width // HEAD_WIDTH,
+            sequence_length=options.length,
             positions="learned",
         )
         self.layers = GPT(config).blocks
-        shape = sizes.samples * sizes.microbatches, sizes.length, sizes.width
+        shape = self.samples * self.microbatches, options.length, options.width
         self.input, self.target = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 
     def stages(self, count: int) -> list[nn.Module]:
@@ -83,22 +64,23 @@ class Task:
         share = len(self.layers) // count
         return [_Blocks(self.layers[share * stage : share * (stage + 1)]) for stage in range(count)]
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop all gradients."""
         for parameter in self.layers.parameters():
             parameter.grad = None
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradients that the last step has left on this rank, of all parameters."""
-        return [parameter.grad for parameter in self.layers.parameters()]
+    def gradients(self) -> dict[int, Tensor]:
+        """Return the gradients that the last step has left on this rank, by the index of the parameter."""
+        grads = (parameter.grad for parameter in self.layers.parameters())
+        return {index: grad for index, grad in enumerate(grads) if grad is not None}
 
     def step_of_one_process(self) -> None:
         """Compute the gradients of all parameters."""
-        self.forget()
+        self.clear_gradients()
         (model,) = self.stages(1)
-        parts = self.sizes.microbatches
-        for x, y in zip(self.input.chunk(parts), self.target.chunk(parts), strict=True):
-            (mse_loss(model(x), y) / parts).backward()
+        count = self.microbatches
+        for x, y in zip(self.input.chunk(count), self.target.chunk(count), strict=True):
+            (mse_loss(model(x), y) / count).backward()
 
 
 class _Blocks(nn.Module):
@@ -120,52 +102,50 @@ def our_step(task: Task, kind: PipelineSchedule, chunks: int) -> Step:
     pipeline = Pipeline.from_modules(
         task.stages(task.world.size * chunks),
         schedule=kind,
-        num_microbatches=task.sizes.microbatches,
+        num_microbatches=task.microbatches,
         loss_fn=mse_loss,
     )
 
     def step() -> None:
-        task.forget()
+        task.clear_gradients()
         pipeline.train_step(task.input, task.target)
 
     return step
 
 
-def torch_step(task: Task, schedule: Schedule, made_by: str, group: dist.ProcessGroup) -> Step:
+def torch_step(task: Task, schedule: Schedule, torch_class: str, group: dist.ProcessGroup) -> Step:
     """Return a step of `torch.distributed.pipelining`; collective, as is the step.
 
     Args:
         task: The model and the batch.
-        schedule: Where the stages live.
-        made_by: The name of the class of torch's schedule.
+        schedule: The stages of each rank.
+        torch_class: The name of the class of torch's schedule.
         group: Carries the messages; all ranks, in order.
     """
-    from torch.distributed import pipelining  # takes a second, which is none of the other benchmarks' business
+    from torch.distributed import pipelining  # takes a second, which the other benchmarks need not spend
 
-    modules = task.stages(schedule.num_stages)
+    modules, device, count = task.stages(schedule.num_stages), torch.device("cpu"), schedule.num_stages
     own = schedule.stages_of(task.world.rank)
-    device = torch.device("cpu")
-    count = schedule.num_stages
     stages = [pipelining.PipelineStage(modules[stage], stage, count, device, group=group) for stage in own]
-    torch_schedule = getattr(pipelining, made_by)
+    torch_schedule = getattr(pipelining, torch_class)
     takes_many = "stages" in inspect.signature(torch_schedule).parameters
-    runner = torch_schedule(stages if takes_many else stages[0], task.sizes.microbatches, loss_fn=mse_loss)
+    runner = torch_schedule(stages if takes_many else stages[0], task.microbatches, loss_fn=mse_loss)
     inputs = (task.input,) if own[0] == 0 else ()
-    settings: dict[str, Any] = {"target": task.target} if own[-1] == schedule.num_stages - 1 else {}
+    settings: dict[str, Any] = {"target": task.target} if own[-1] == count - 1 else {}
     if "return_outputs" in inspect.signature(runner.step).parameters:  # not in older ones
         settings["return_outputs"] = False
 
     def step() -> None:
-        task.forget()
+        task.clear_gradients()
         runner.step(*inputs, **settings)
 
     return step
 
 
 class Computation:
-    """All that a rank computes in a step, in the order of a schedule, without messages.
+    """The computation of a rank in a step, in the order of a schedule, without messages.
 
-    Stages that are not at the ends get a constant input and a constant gradient.
+    Stages but the first and the last have a constant input and a constant gradient.
 
     Args:
         task: The model and the batch.
@@ -177,15 +157,15 @@ class Computation:
         self._last = schedule.num_stages - 1
         self._stages = task.stages(schedule.num_stages)
         self._actions = [a for a in schedule.actions[task.world.rank] if a.kind.is_compute]
-        self._input = task.input[: task.sizes.samples]
-        self._target = task.target[: task.sizes.samples]
+        self._input = task.input[: task.samples]
+        self._target = task.target[: task.samples]
         self._gradient = torch.ones_like(self._input)
         self._kept: dict[tuple[int, int], Any] = {}
         self._seconds: list[dict[tuple[ActionKind, int], list[float]]] = []
 
     def step(self) -> None:
-        """Compute, and keep the seconds of each action; local."""
-        self._task.forget()
+        """Compute, and note the seconds of each action; local."""
+        self._task.clear_gradients()
         perform = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
@@ -200,9 +180,9 @@ class Computation:
         self._seconds.append(seconds)
 
     def costs(self) -> Costs:
-        """Return how long actions take, in seconds; collective.
+        """Return the seconds of each kind of action; collective.
 
-        It is the mean in a step, and of the means of all steps but the first the median.
+        They are the median over all steps but the first of the mean in a step.
         """
         own = {
             key: statistics.median(statistics.fmean(seconds[key]) for seconds in self._seconds[1:])

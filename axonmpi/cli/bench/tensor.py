@@ -1,201 +1,140 @@
-"""A transformer's two blocks divided among the ranks: ours, torch's on gloo and on ours, and the ideal.
+"""A transformer's two blocks, sharded over the ranks: axonmpi, torch on two backends, and the ideal.
 
 The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
-variants take turns, each a forward and a backward: the computation of a rank alone, with no
-messages; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism, on gloo and
-on axonmpi's backend of torch.distributed. The ideal is the first two together.
+variants take turns, each a forward and a backward: the computation of a rank alone, with no messages; the two
+all-reduces alone, of the tokens' activations; axonmpi; and torch's tensor parallelism, on gloo and on axonmpi's
+backend of torch.distributed. The ideal is the first two together.
 
-Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
+Before anything is timed, the output and the gradients of axonmpi and of torch are compared with one process's.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...comm import all_reduce, all_reduce_max
+from ...comm import all_reduce
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from .timing import count_cores, interleave, start_gloo, stock_groups
+from .harness.benchmark import Benchmark, Figures, check_error, check_multiple, largest_error
+from .harness.options import number, numbers
+from .harness.table import BAR, Column, figure, ratio, table_lines, text
+from .harness.timing import MILLISECONDS, interleave
+from .harness.torch_groups import ON_AXONMPI, ON_GLOO, torch_groups
 
-STEPS_PER_BLOCK = 3
-_TOLERANCE = 1e-4
-
-_VARIANTS = ("compute", "collectives", "axonmpi", "torch on gloo", "torch on axonmpi")
+_STEPS_PER_BLOCK = 3
 
 Step = Callable[[], None]
 Groups = Mapping[str, dist.ProcessGroup]
-"""Groups of torch.distributed by the names of the variants on them."""
+"""Groups of all ranks in torch.distributed, by the names of the variants on them."""
+
+
+# ---- blocks -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of the blocks and of the batch.
+class Block:
+    """A block of the transformer in each variant's form, with the same parameters.
 
     Attributes:
-        width: Features of a token.
-        heads: Of the attention.
-        sequences: How many at once.
-        lengths: Tokens of a sequence; each is measured.
+        full: On one process.
+        ours: axonmpi's, sharded.
+        by_torch: torch's, sharded over each of its groups.
+        shard: A module of the size of a rank's shard, which communicates with no other rank.
     """
 
-    width: int = 1024
-    heads: int = 16
-    sequences: int = 1
-    lengths: tuple[int, ...] = (16, 64, 256)
-
-
-class Perceptron(nn.Module):
-    """One rank's part of it, or with one part the whole."""
-
-    def __init__(self, sizes: Sizes, parts: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(sizes.width, 4 * sizes.width // parts)
-        self.down = nn.Linear(4 * sizes.width // parts, sizes.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, D] of [B, T, D]."""
-        output: Tensor = self.down(F.gelu(self.up(x)))
-        return output
+    full: nn.Module
+    ours: nn.Module
+    by_torch: Mapping[str, nn.Module]
+    shard: nn.Module
 
 
 class Attention(nn.Module):
-    """With three projections, as torch divides it; with one part the whole."""
-
-    def __init__(self, sizes: Sizes, parts: int) -> None:
-        super().__init__()
-        self.head_width = sizes.width // sizes.heads
-        self.query, self.key, self.value = (nn.Linear(sizes.width, sizes.width // parts) for _ in range(3))
-        self.output = nn.Linear(sizes.width // parts, sizes.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, D] of [B, T, D]."""
-        projected: Tensor = self.output(_attend((self.query(x), self.key(x), self.value(x)), self.head_width))
-        return projected
-
-
-class FusedAttention(nn.Module):
-    """With one projection for queries, keys and values: a rank's part, as fast as it can be."""
-
-    def __init__(self, sizes: Sizes, parts: int) -> None:
-        super().__init__()
-        self.head_width = sizes.width // sizes.heads
-        self.projection = nn.Linear(sizes.width, 3 * sizes.width // parts)
-        self.output = nn.Linear(sizes.width // parts, sizes.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, D] of [B, T, D]."""
-        projected: Tensor = self.output(_attend(self.projection(x).chunk(3, -1), self.head_width))
-        return projected
-
-
-def _attend(parts: Sequence[Tensor], head_width: int) -> Tensor:
-    query, key, value = (part.unflatten(-1, (-1, head_width)).transpose(1, 2) for part in parts)
-    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-# ---- variants ---------------------------------------------------------------------------------------------------
-
-
-class Task:
-    """The same block and the same tokens on all ranks, in each variant's form; made collectively.
+    """Causal self-attention of one process, or as much of it as one of several ranks computes.
 
     Args:
-        world: The ranks.
-        sizes: Of the blocks and of the batch.
-        block: Which of `BLOCKS`.
-        length: Tokens of a sequence.
-        groups: Of torch's variants, all ranks in each.
+        width: Features of a token.
+        heads: Of all ranks.
+        ranks: The number of ranks.
+        projections: 1 for queries, keys and values by one product, which is the fastest; 3 for one each, which
+            torch shards.
     """
 
-    def __init__(self, world: World, sizes: Sizes, block: str, length: int, groups: Groups) -> None:
-        self.world = world
-        generator = torch.Generator().manual_seed(0)
-        shape = sizes.sequences, length, sizes.width
-        self.tokens = torch.randn(shape, generator=generator).requires_grad_()
-        self.gradient = torch.randn(shape, generator=generator)
-        self.whole, self.ours, self.stock, build = BLOCKS[block](groups, sizes)
-        self.part = build(sizes, world.size)
-        self._sent = torch.zeros(shape)
+    def __init__(self, width: int, heads: int, ranks: int = 1, projections: int = 1) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        features = 3 * width // projections // ranks
+        self.projections = nn.ModuleList(nn.Linear(width, features) for _ in range(projections))
+        self.output = nn.Linear(width // ranks, width)
 
-    def variants(self) -> dict[str, Step]:
-        """Return the variants, which take turns."""
-        return {
-            "compute": self.step(self.part),
-            "collectives": self._collectives,
-            "axonmpi": self.step(self.ours),
-            **{name: self.step(module) for name, module in self.stock.items()},
-        }
-
-    def step(self, module: nn.Module) -> Step:
-        """Return a function that computes the gradients of a module and of the tokens."""
-
-        def run() -> None:
-            module.zero_grad()
-            self.tokens.grad = None
-            module(self.tokens).backward(self.gradient)
-
-        return run
-
-    def _collectives(self) -> None:
-        all_reduce(self._sent)
-        all_reduce(self._sent)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, T, D] of [B, T, D]."""
+        projected = [projection(x) for projection in self.projections]
+        if len(projected) == 1:
+            projected = projected[0].chunk(3, -1)
+        query, key, value = (each.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in projected)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
 
 
-Forms = tuple[nn.Module, nn.Module, dict[str, nn.Module], Callable[..., nn.Module]]
-"""A block on one process, ours, torch's on each group, and a function that builds a rank's part of the
-computation."""
+def _perceptron(width: int, ranks: int = 1) -> nn.Sequential:
+    up = nn.Linear(width, 4 * width // ranks)
+    down = nn.Linear(4 * width // ranks, width)
+    return nn.Sequential(OrderedDict(up=up, activation=nn.GELU(), down=down))
 
 
-def _mlp_forms(groups: Groups, sizes: Sizes) -> Forms:
-    ours = ParallelMLP(sizes.width, 4 * sizes.width)
-    whole = Perceptron(sizes, 1)
-    _copy([ours.up, ours.down], [whole.up, whole.down])
-    return whole, ours, _parallelized(groups, whole, ["up"], "down"), Perceptron
+def _build_perceptron(groups: Groups, world: World, options: argparse.Namespace) -> Block:
+    ours = ParallelMLP(options.width, 4 * options.width)
+    full = _perceptron(options.width)
+    _copy([ours.up, ours.down], [full.get_submodule("up"), full.get_submodule("down")])
+    shard = _perceptron(options.width, world.size)
+    return Block(full, ours, _parallelized(groups, full, "up", "down"), shard)
 
 
-def _attention_forms(groups: Groups, sizes: Sizes) -> Forms:
-    ours = tensor_parallel_attention(sizes.width, sizes.heads)
+def _build_attention(groups: Groups, world: World, options: argparse.Namespace) -> Block:
+    width, heads = options.width, options.heads
+    ours = tensor_parallel_attention(width, heads)
     assert ours.query_key_value is not None
-    whole, stock = FusedAttention(sizes, 1), Attention(sizes, 1)
-    _copy([ours.query_key_value, ours.output], [whole.projection, whole.output])
-    _copy([ours.output], [stock.output])
-    thirds = zip(
-        (stock.query, stock.key, stock.value),
-        whole.projection.weight.detach().chunk(3),
-        whole.projection.bias.detach().chunk(3),
-        strict=True,
-    )
-    for layer, weight, bias in thirds:
-        layer.load_state_dict({"weight": weight, "bias": bias})
-    return whole, ours, _parallelized(groups, stock, ["query", "key", "value"], "output"), FusedAttention
+    full, separate = Attention(width, heads), Attention(width, heads, projections=3)
+    _copy([ours.query_key_value, ours.output, ours.output], [full.projections[0], full.output, separate.output])
+    fused = {name: tensor.chunk(3) for name, tensor in full.projections[0].state_dict().items()}
+    for index, projection in enumerate(separate.projections):
+        projection.load_state_dict({name: chunks[index] for name, chunks in fused.items()})
+    shard = Attention(width, heads, world.size)
+    return Block(full, ours, _parallelized(groups, separate, "projections.*", "output"), shard)
 
 
-BLOCKS: dict[str, Callable[[Groups, Sizes], Forms]] = {"mlp": _mlp_forms, "attention": _attention_forms}
+BLOCKS = {"mlp": _build_perceptron, "attention": _build_attention}
 
 
-def _copy(divided: Sequence[ColumnParallelLinear | RowParallelLinear], plain: Sequence[nn.Linear]) -> None:
-    for source, target in zip(divided, plain, strict=True):
+def _copy(sharded: Sequence[ColumnParallelLinear | RowParallelLinear], plain: Sequence[nn.Module]) -> None:
+    for source, target in zip(sharded, plain, strict=True):
         target.load_state_dict({"weight": source.full_weight(), "bias": source.full_bias()})
 
 
-def _parallelized(groups: Groups, module: nn.Module, first: Sequence[str], last: str) -> dict[str, nn.Module]:
-    """Return a copy of a module divided by torch among the ranks of each group; collective."""
-    # These take a second to import, which is none of the other benchmarks' business.
+def _parallelized(groups: Groups, module: nn.Module, first: str, last: str) -> dict[str, nn.Module]:
+    """Return copies of a module that torch shards over the ranks of each group; collective.
+
+    Args:
+        groups: The groups.
+        module: A module of one process.
+        first: The names of its layers that are sharded by columns.
+        last: The name of its layer that is sharded by rows.
+    """
+    # These take a second to import, which the other benchmarks need not spend.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
+    plan = {first: ColwiseParallel(), last: RowwiseParallel()}
     meshes = {name: DeviceMesh.from_group(group, "cpu") for name, group in groups.items()}
     return {name: parallelize_module(deepcopy(module), mesh, plan) for name, mesh in meshes.items()}
 
@@ -203,89 +142,115 @@ def _parallelized(groups: Groups, module: nn.Module, first: Sequence[str], last:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
-    """Measure on the ranks of a world; collective; the figures are in milliseconds.
+class Tokens:
+    """The same tokens, and the same gradient of the output, on all ranks.
 
     Args:
-        world: The ranks.
-        blocks: How often each variant takes its turn.
-        sizes: Of the blocks and of the batch.
-
-    Raises:
-        RuntimeError: A variant's results are not those of one process; on all ranks.
-        ValueError: A size is not as it has to be for these ranks.
+        sequences: Number of sequences.
+        length: Tokens of a sequence.
+        width: Features of a token.
     """
-    _check_sizes(world, sizes)
-    start_gloo(world)
-    groups = stock_groups()
-    figures: dict[str, dict[str, dict[str, float]]] = {}
-    for block in BLOCKS:
-        figures[block] = {}
-        for length in sizes.lengths:
-            task = Task(world, sizes, block, length, groups)
-            check_results(task)
-            seconds = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
-            figures[block][str(sizes.sequences * length)] = {name: value * 1e3 for name, value in seconds.items()}
-    dist.destroy_process_group()
-    return {
-        "ranks": world.size,
-        "cores": count_cores(world),
-        "threads": torch.get_num_threads(),
-        **asdict(sizes),
-        "blocks": figures,
-    }
+
+    def __init__(self, sequences: int, length: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = sequences, length, width
+        self.input = torch.randn(shape, generator=generator).requires_grad_()
+        self.gradient = torch.randn(shape, generator=generator)
+        self._activations = torch.zeros(shape)
+
+    def step(self, module: nn.Module) -> Step:
+        """Return a function that computes the gradients of a module and of the tokens."""
+
+        def run() -> None:
+            module.zero_grad()
+            self.input.grad = None
+            module(self.input).backward(self.gradient)
+
+        return run
+
+    def collectives(self) -> None:
+        """Sum as many activations as a step does, once in forward and once in backward; collective."""
+        all_reduce(self._activations)
+        all_reduce(self._activations)
+
+    def results(self, module: nn.Module) -> list[Tensor]:
+        """Return the output, the gradient of the tokens, and the squared norm of the parameters' gradients."""
+        self.step(module)()
+        assert self.input.grad is not None
+        return [module(self.input).detach(), self.input.grad.clone(), _squared_norm(module)]
 
 
-def check_results(task: Task) -> None:
+def _squared_norm(module: nn.Module) -> Tensor:
+    """Return the squared norm of the full gradient; collective if the module is sharded."""
+    total = torch.zeros(())
+    for layer in module.modules():
+        shards = getattr(layer, "shards", {})
+        for name, parameter in layer.named_parameters(recurse=False):
+            gradient = parameter.grad
+            assert gradient is not None
+            if hasattr(gradient, "full_tensor"):  # torch's sharded tensors have it
+                gradient = gradient.full_tensor()
+            squares = gradient.square().sum()
+            if name in shards:
+                all_reduce(squares)
+            total += squares
+    return total
+
+
+def check_results(block: Block, tokens: Tokens, world: World) -> None:
     """Compare the results of each variant with one process; collective.
 
     Raises:
         RuntimeError: The output, the tokens' gradient or a rank's gradients are not the same; on all ranks.
     """
-    wanted = _results(task, task.whole)
-    for name, module in {"axonmpi": task.ours, **task.stock}.items():
-        found = _results(task, module)
-        worst = torch.tensor(max(_error(*pair) for pair in zip(found, wanted, strict=True)))
-        all_reduce_max(worst)
-        if not worst <= _TOLERANCE:
-            raise RuntimeError(
-                f"{name} on {task.world.size} ranks: results are not those of one process, off by {worst:.1e} of "
-                f"the largest, expected at most {_TOLERANCE:.0e}"
+    expected = tokens.results(block.full)
+    for name, module in {"axonmpi": block.ours, **block.by_torch}.items():
+        check_error(name, "results", largest_error(tokens.results(module), expected), world)
+
+
+def measure(world: World, options: argparse.Namespace) -> Figures:
+    """Measure on the ranks of a world; collective; the figures are in milliseconds.
+
+    Raises:
+        RuntimeError: A variant's results are not those of one process; on all ranks.
+        ValueError: A size does not fit these ranks.
+    """
+    check_multiple("heads", options.heads, world.size, "ranks")
+    check_multiple("width", options.width, options.heads, "heads")
+    groups = torch_groups()
+    figures: Figures = {}
+    for name, build in BLOCKS.items():
+        block = build(groups, world, options)
+        figures[name] = {}
+        for length in options.lengths:
+            tokens = Tokens(options.sequences, length, options.width)
+            check_results(block, tokens, world)
+            variants = {
+                "compute": tokens.step(block.shard),
+                "collectives": tokens.collectives,
+                "axonmpi": tokens.step(block.ours),
+                **{variant: tokens.step(module) for variant, module in block.by_torch.items()},
+            }
+            figures[name][str(options.sequences * length)] = interleave(
+                variants, blocks=options.blocks, calls=_STEPS_PER_BLOCK, unit=MILLISECONDS
             )
-
-
-def _results(task: Task, module: nn.Module) -> list[Tensor]:
-    """Return the output, the gradient of the tokens, and the squared norm of the parameters' gradients."""
-    task.step(module)()
-    assert task.tokens.grad is not None
-    return [module(task.tokens).detach(), task.tokens.grad.clone(), _squared_norm(module)]
-
-
-def _squared_norm(module: nn.Module) -> Tensor:
-    """Return that of the whole gradient; collective where it is divided."""
-    total = torch.zeros(())
-    for layer in module.modules():
-        divided = getattr(layer, "shards", {})
-        for name, parameter in layer.named_parameters(recurse=False):
-            gradient = parameter.grad
-            assert gradient is not None
-            whole = getattr(gradient, "full_tensor", None)  # torch's divided tensors have it
-            part = (gradient if whole is None else whole()).square().sum()
-            if name in divided:
-                all_reduce(part)
-            total += part
-    return total
-
-
-def _error(found: Tensor, right: Tensor) -> float:
-    error = float((found - right).abs().max() / right.abs().max())
-    return error if math.isfinite(error) else math.inf
+    sizes = {name: getattr(options, name) for name in ("width", "heads", "sequences", "lengths")}
+    return {**sizes, "blocks": figures}
 
 
 # ---- table ------------------------------------------------------------------------------------------------------
 
+_COLUMNS: list[Column] = [
+    ("block", text("block")),
+    ("tokens", text("tokens")),
+    *((name, figure(name, form=".2f")) for name in ("compute", "collectives", "axonmpi", ON_GLOO, ON_AXONMPI)),
+    BAR,
+    ("ours / (compute + collectives)", figure("over ideal", form=".2f")),
+    ("gloo / ours", ratio(ON_GLOO, "axonmpi")),
+]
 
-def table(results: list[dict[str, Any]]) -> str:
+
+def table(results: list[Figures]) -> str:
     """Format the figures of several numbers of ranks."""
     lines = [f"forward and backward at width {results[0]['width']}, float32; ms, medians"]
     for result in results:
@@ -293,67 +258,27 @@ def table(results: list[dict[str, Any]]) -> str:
             f"\n{result['ranks']} ranks, {result['cores']} cores, threads of a rank: {result['threads']}, "
             f"{result['heads']} heads, {result['sequences']} at once"
         )
-        lines.append(
-            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} "
-            f"{'torch on gloo':>14} {'torch on axonmpi':>17} | {'ours / (compute + collectives)':>30} "
-            f"{'gloo / ours':>12}"
-        )
-        for block, of_block in result["blocks"].items():
-            lines += [_row(block, tokens, figures) for tokens, figures in of_block.items()]
+        lines += table_lines(_COLUMNS, _rows(result["blocks"]), left=[0])
     return "\n".join(lines)
 
 
-def _row(block: str, tokens: str, figures: dict[str, float]) -> str:
-    compute, collectives, ours, gloo, stock = (figures[name] for name in _VARIANTS)
-    return (
-        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {gloo:14.2f} {stock:17.2f} | "
-        f"{ours / (compute + collectives):30.2f} {gloo / ours:12.2f}"
-    )
+def _rows(blocks: Figures) -> list[Figures]:
+    rows = []
+    for block, of_block in blocks.items():
+        for tokens, times in of_block.items():
+            over_ideal = times["axonmpi"] / (times["compute"] + times["collectives"])
+            rows.append({"block": block, "tokens": tokens, **times, "over ideal": over_ideal})
+    return rows
 
 
-# ---- options ----------------------------------------------------------------------------------------------------
-
-_HELP = {
-    "width": "features of a token, a multiple of the heads",
-    "heads": "heads of the attention, a multiple of the ranks",
-    "sequences": "sequences at once",
-}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for sizes; local."""
-    defaults = asdict(Sizes())
-    for name, text in _HELP.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=defaults[name], help=f"{text} (default: {defaults[name]})", metavar="N"
-        )
-    lengths = " ".join(map(str, defaults["lengths"]))
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=defaults["lengths"],
-        help=f"tokens of a sequence, each measured (default: {lengths})",
-        metavar="N",
-    )
-
-
-def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes that options say; local."""
-    return Sizes(**{name: getattr(options, name) for name in _HELP}, lengths=tuple(options.lengths))
-
-
-def _check_sizes(world: World, sizes: Sizes) -> None:
-    """Raise ValueError unless the sizes fit all variants."""
-    divisors = {"width": (sizes.heads, f"heads = {sizes.heads}"), "heads": (world.size, f"ranks = {world.size}")}
-    numbers: Iterable[tuple[str, int]] = [
-        ("heads", sizes.heads),
-        ("width", sizes.width),
-        ("sequences", sizes.sequences),
-        *(("lengths", length) for length in sizes.lengths),
-    ]
-    for name, value in numbers:
-        divisor, meaning = divisors.get(name, (1, ""))
-        if value < 1 or value % divisor:
-            expected = f"a multiple of {meaning}" if divisor > 1 else "a positive number"
-            raise ValueError(f"{name}: expected {expected}, got {value}")
+TENSOR = Benchmark(
+    "a perceptron and an attention divided among the ranks: ours, torch's on gloo and on ours, and the ideal",
+    measure,
+    table,
+    options={
+        "--width": number("features of a token, a multiple of the heads", 1024),
+        "--heads": number("heads of the attention, a multiple of the ranks", 16),
+        "--sequences": number("sequences at once", 1),
+        "--lengths": numbers("tokens of a sequence, each measured", (16, 64, 256)),
+    },
+)

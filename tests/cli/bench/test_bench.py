@@ -1,6 +1,5 @@
 """The benchmarks run, and their figures hang together; how large the figures are is not tested."""
 
-import argparse
 import io
 import json
 import sys
@@ -12,10 +11,11 @@ from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi import cli
-from axonmpi.cli.bench import main, network, pipeline, tensor
-from axonmpi.cli.bench.checkpoint.table import table as checkpoint_table
+from axonmpi.cli.bench import main, pipeline, tensor
+from axonmpi.cli.bench.collectives import between_nodes as network
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
-from axonmpi.cli.bench.collectives.table import VARIANTS
+from axonmpi.cli.bench.collectives.comparison import VARIANTS
+from axonmpi.cli.bench.command import BENCHMARKS, make_parser
 from axonmpi.testing import LaunchResult, launch
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
@@ -86,7 +86,7 @@ def test_checkpoint(figures, printed):
     planned = [seconds for turns in figures["planning"].values() for seconds in (turns["first"], turns["again"])]
     copied = [beside["copy"], beside["call"]]  # what follows has the time of a step taken off, and may be less
     assert min(*figures["save"].values(), *figures["load"].values(), *copied, *planned) > 0
-    assert checkpoint_table([figures]) in printed
+    assert BENCHMARKS["checkpoint"].table([figures]) in printed
     assert not [path for path in Path(figures["folder"]).iterdir() if path.is_dir()]
 
 
@@ -169,18 +169,21 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "arguments", "sizes"),
+    ("arguments", "values"),
     [
-        (pipeline, "", {}),
-        (pipeline, "--layers 2 --samples 3 --micro-batches 6", {"layers": 2, "samples": 3, "microbatches": 6}),
-        (tensor, "", {}),
-        (tensor, "--heads 8 --lengths 2 3", {"heads": 8, "lengths": (2, 3)}),
+        ("pipeline", {"layers": 4, "width": 192, "length": 64, "samples": 1, "microbatches": 8}),
+        ("pipeline --layers 2 --samples 3 --micro-batches 6", {"layers": 2, "samples": 3, "microbatches": 6}),
+        ("tensor", {"width": 1024, "heads": 16, "sequences": 1, "lengths": [16, 64, 256]}),
+        ("tensor --heads 8 --lengths 2 3", {"heads": 8, "lengths": [2, 3]}),
+        ("collectives --sizes 4B 1KiB", {"operations": ["all_reduce"], "sizes": [4, 1024], "device": "cpu"}),
+        ("network --no-gloo", {"torch": False, "seconds": 0.02}),
+        ("overhead", {"torch": False, "blocks": 15}),
+        ("fsdp", {"torch": True, "batch": 64}),
     ],
 )
-def test_options_are_sizes(benchmark, arguments, sizes):
-    parser = argparse.ArgumentParser()
-    benchmark.add_options(parser)
-    assert benchmark.sizes_of(parser.parse_args(arguments.split())) == benchmark.Sizes(**sizes)
+def test_options_have_defaults_and_are_read(arguments, values):
+    options = vars(make_parser().parse_args(arguments.split()))
+    assert {name: options[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -205,11 +208,13 @@ def test_options_are_sizes(benchmark, arguments, sizes):
         ("network --seconds few", "few"),
         ("pipeline --schedules dualpipe", "dualpipe"),
         ("pipeline --layers few", "few"),
+        ("pipeline --samples 0", "--samples: expected a positive number, got '0'"),
         ("pipeline --chunks", "--chunks"),
         ("checkpoint --mebibytes 0", "expected a positive number, got '0'"),
         ("checkpoint --folder no/such/folder", "expected a folder that exists, got 'no/such/folder'"),
         ("tensor --width wide", "wide"),
         ("tensor --lengths", "--lengths"),
+        ("tensor --lengths 4 -1", "--lengths: expected a positive number, got '-1'"),
         ("tensor --depth", "--depth"),
     ],
 )

@@ -1,5 +1,6 @@
 """The benchmark of collectives: figures hang together, options are checked, wrong results are noticed."""
 
+import argparse
 import itertools
 import time
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives import measure as measure_module
-from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, format_size, parse_size
-from axonmpi.cli.bench.collectives.measure import check
-from axonmpi.cli.bench.collectives.mpi import add
-from axonmpi.cli.bench.collectives.table import plot, table
-from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave, start_gloo
+from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, check_results
+from axonmpi.cli.bench.collectives.comparison import plot, table
+from axonmpi.cli.bench.collectives.mpi_alone import add
+from axonmpi.cli.bench.command import BENCHMARKS, make_parser
+from axonmpi.cli.bench.harness import benchmark
+from axonmpi.cli.bench.harness.options import size
+from axonmpi.cli.bench.harness.table import format_size
+from axonmpi.cli.bench.harness.timing import MOST_CALLS, calls_for, interleave
+from axonmpi.cli.bench.harness.torch_groups import start_torch
 from axonmpi.testing import run_ranks
 from axonmpi.utils.device import KINDS, Device
 
@@ -38,13 +42,13 @@ def figures(ranks: int = 2) -> dict:
     ("text", "nbytes"), [("4B", 4), ("64KiB", 65536), ("16MiB", 1 << 24), ("1GiB", 1 << 30), ("3 MiB", 3 << 20)]
 )
 def test_sizes_are_read_and_written(text, nbytes):
-    assert parse_size(text) == parse_size(format_size(nbytes)) == nbytes
+    assert size(text) == size(format_size(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "4", "KiB", "-4B", "1.5MiB", "4 b", "4B 8B", "²B"])
 def test_other_texts_are_no_sizes(text):
-    with pytest.raises(ValueError, match="expected a size such as"):
-        parse_size(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as"):
+        size(text)
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------
@@ -154,10 +158,12 @@ def test_a_device_that_computes_later_is_compared_with_torch_where_torch_can(mon
 
     def start(world, backend):
         started.append(backend)
-        start_gloo(world)
+        start_torch(world)
 
-    monkeypatch.setattr(measure_module, "start_torch", start)
-    (result,) = run_ranks(1, measure_module.measure, 2, OPERATIONS, ["float32"], [4096])
+    monkeypatch.setattr(benchmark, "start_torch", start)
+    flags = ["--blocks=2", "--dtypes=float32", "--sizes=4KiB", "--operations", *OPERATIONS]
+    options = make_parser().parse_args(["collectives", *flags])
+    (result,) = run_ranks(1, BENCHMARKS["collectives"].figures, options)
     assert started == ["nccl"] * torch_has_nccl
     ways = {"ordinary", "memcpy", *(["torch"] if torch_has_nccl else [])}
     assert [case["operation"] for case in result["cases"]] == list(OPERATIONS)
@@ -176,7 +182,7 @@ def test_a_wrong_result_of_one_rank_is_raised_on_all(world):
         source[3] += world.rank
 
     with pytest.raises(RuntimeError, match=r"all_reduce of 64 B .* on 2 ranks: wrong result of spoiled"):
-        check(case, {"spoiled": Variant(case, source, call, source)})
+        check_results({"spoiled": Variant(case, source, call, source)})
 
 
 @pytest.mark.ranks(2)
@@ -188,7 +194,7 @@ def test_ranks_make_the_same_number_of_calls(world):
         time.sleep(seconds * world.rank)
 
     variants = {"quick": lambda: count("quick", 0.0), "slow": lambda: count("slow", 0.02)}
-    calls = calls_for(variants, 0.01)
+    calls = {name: calls_for(call, 0.01) for name, call in variants.items()}
     assert (calls, calls["slow"]) == (ax.comm.broadcast_object(calls), 1)
     assert 1 <= calls["quick"] <= MOST_CALLS
     counts.update(quick=0, slow=0)

@@ -1,15 +1,15 @@
 """The benchmark of tensor parallelism: figures hang together, sizes are checked, wrong results are noticed."""
 
+from argparse import Namespace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.compare import refused
 
-from axonmpi.cli.bench.tensor import BLOCKS, Sizes, Task, check_results, measure, table
+from axonmpi.cli.bench.tensor import Block, Tokens, check_results, measure, table
 
-TINY = Sizes(width=32, heads=4, lengths=(4,))
+SIZES = {"width": 32, "heads": 4}
 
 
 def test_table_shows_the_ratios():
@@ -23,28 +23,21 @@ def test_table_shows_the_ratios():
 @pytest.mark.ranks(2)
 def test_sizes_that_do_not_fit_are_named(world):
     complaints = {
-        Sizes(heads=3): "heads: expected a multiple of ranks = 2, got 3",
-        Sizes(width=100): "width: expected a multiple of heads = 16, got 100",
-        Sizes(sequences=0): "sequences: expected a positive number, got 0",
-        Sizes(lengths=(4, -1)): "lengths: expected a positive number, got -1",
+        ("heads", 3): "heads: expected a multiple of ranks = 2, got 3",
+        ("width", 30): "width: expected a multiple of heads = 4, got 30",
     }
-    refused(ValueError, *((partial(measure, world, 1, each), said) for each, said in complaints.items()))
+    for (name, value), complaint in complaints.items():
+        refused(ValueError, (partial(measure, world, Namespace(**{**SIZES, name: value})), complaint))
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
-def test_wrong_results_are_noticed(world, wrong, monkeypatch):
-    def build(*_: object) -> torch.nn.Module:
-        return torch.nn.Linear(32, 32)
-
-    monkeypatch.setitem(BLOCKS, "mlp", lambda groups, sizes: (build(), build(), {}, build))
-    own = Task(world, TINY, "mlp", 4, {})
-    of_one = {"whole": own.whole, "ours": own.whole, "stock": {"torch": own.whole}}  # all are the whole block
-    task = SimpleNamespace(world=world, tokens=own.tokens, step=own.step, **of_one)
-    check_results(task)
-    task.stock["torch"] = stock = torch.nn.Linear(32, 32)
+def test_wrong_results_are_noticed(world, wrong):
+    full, stock = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+    tokens = Tokens(1, 4, 32)
+    check_results(Block(full, full, {"torch": full}, full), tokens, world)
     if wrong == "gradient":
-        stock.load_state_dict(task.whole.state_dict())
+        stock.load_state_dict(full.state_dict())
         stock.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(RuntimeError, match="torch on 1 ranks: results are not those of one process"):
-        check_results(task)
+        check_results(Block(full, full, {"torch": stock}, full), tokens, world)

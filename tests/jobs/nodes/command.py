@@ -23,7 +23,7 @@ from pathlib import Path
 from helpers.nodes import Nodes, Placement
 from jobs.job import command_parser
 
-from axonmpi.cli.bench.collectives.cases import format_size
+from axonmpi.cli.bench.harness.table import format_size
 from axonmpi.utils.text import aligned
 
 HERE = Path(__file__).resolve().parent

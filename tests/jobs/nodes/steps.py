@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import axonmpi as ax
-from axonmpi.cli.bench.timing import start_gloo
+from axonmpi.cli.bench.harness.torch_groups import start_torch
 
 WIDTH, LAYERS, BATCH = 768, 12, 300
 
@@ -65,7 +65,7 @@ def measured_steps(blocks: int) -> dict[str, float]:
 
 def main() -> None:
     world = ax.init_process_group()
-    start_gloo(world)
+    start_torch(world)
     steps = measured_steps(int(sys.argv[1]))
     if world.is_main:
         print(json.dumps(steps))

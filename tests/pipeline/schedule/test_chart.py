@@ -201,8 +201,8 @@ def test_the_command_refuses_what_does_not_fit(capsys, tmp_path):
         (("--stages", 0, "--micro-batches", 2), "expected a positive number, got '0'"),
         ((*both, "--forward=-1"), "forward: expected times of at least 0, got -1.0"),
         ((*both, "--forward=x"), "--forward: invalid float value: 'x'"),
-        ((*both, "--output", tmp_path / "chart.pdf"), "ending in .png or .svg"),
-        ((*both, "--output", tmp_path / "none" / "chart.png"), "in an existing folder"),
+        ((*both, "--output", tmp_path / "chart.pdf"), "ends in .png or .svg"),
+        ((*both, "--output", tmp_path / "none" / "chart.png"), "in a folder that exists"),
         ((*both, "--trace", tmp_path / "none.json"), "No such file"),
         ((*both, "--schedule", "fast"), "invalid choice: 'fast'"),
     ):

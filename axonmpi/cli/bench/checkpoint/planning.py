@@ -1,6 +1,6 @@
-"""How long a rank of thousands plans before it writes: one rank, and what the others would tell it.
+"""The time that one of thousands of ranks needs to plan a save: a rank among simulated ones.
 
-The model is fully sharded over all ranks. What messages take is not measured; to unpack them is.
+The model is fully sharded over all ranks. The time of messages is not measured; the time to unpack them is.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 import pickle
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....checkpoint.files.tensor_file import TensorSpec
 from ....checkpoint.global_plan import GlobalPlan, plan_writes
@@ -22,7 +22,7 @@ from ....checkpoint.shards.subarrays import Subarray
 from ....checkpoint.shards.tensor_shard import Piece, Replicas, TensorShard
 from ....checkpoint.writing.local_plan import LocalPlan
 from ....fsdp.layout import Layout, by_elements
-from .states import build_model
+from .models import build_model
 
 FEW, MANY = 8, 4096
 _STATE = ("exp_avg", "exp_avg_sq")
@@ -33,49 +33,34 @@ _TURNS = 5
 Shards = dict[str, list[TensorShard]]
 
 
-class _Parameter(NamedTuple):
-    """A parameter, and its place in the flat one of its block."""
-
-    name: str
-    shape: tuple[int, ...]
-    place: int
-
-
 def measure(mebibytes: int, blocks: int) -> dict[str, dict[str, float]]:
-    """Measure so many plans, five times as many; local. Medians of seconds for few and for many ranks.
+    """Measure five times as many plans as `blocks`; local.
 
     Returns:
-        For each number of ranks what the first plan takes, and what another one takes after it.
+        For few and for many ranks the medians of the seconds of the first plan, and of another one after it.
     """
     with torch.device("meta"):
         model = build_model(mebibytes)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model[0].named_parameters()}
-    parameters = [
-        _Parameter(f"{block}.{name}", shape, index)
-        for block in range(len(model))
-        for index, (name, shape) in enumerate(shapes.items())
-    ]
-    ranks = {size: _Rank(parameters, list(shapes.values()), size) for size in (FEW, MANY)}
-    taken: dict[int, dict[str, list[float]]] = {size: {"first": [], "again": []} for size in ranks}
+    ranks = {str(size): _Rank(model, size) for size in (FEW, MANY)}
+    seconds: dict[str, dict[str, list[float]]] = {size: {"first": [], "again": []} for size in ranks}
     for _ in range(blocks * _TURNS):
         for size, rank in ranks.items():
             before = None
-            for turn in ("first", "again"):
+            for taken in seconds[size].values():
                 begin = time.perf_counter()
                 before, _share = rank.plan(before)
-                taken[size][turn].append(time.perf_counter() - begin)
+                taken.append(time.perf_counter() - begin)
     return {
-        str(size): {turn: statistics.median(seconds) for turn, seconds in of_size.items()}
-        for size, of_size in taken.items()
+        size: {turn: statistics.median(taken) for turn, taken in of_size.items()}
+        for size, of_size in seconds.items()
     }
 
 
 class _Rank:
-    """A rank in the midst of others, which do what it does.
+    """A rank among simulated ones, and the group by which it hears from them.
 
     Args:
-        parameters: Of the model.
-        shapes: Of one block's.
+        model: The model, not sharded.
         size: Number of ranks.
 
     Attributes:
@@ -83,62 +68,67 @@ class _Rank:
         rank: Its number.
     """
 
-    def __init__(self, parameters: list[_Parameter], shapes: list[tuple[int, ...]], size: int) -> None:
+    def __init__(self, model: nn.Sequential, size: int) -> None:
         self.size = size
         self.rank = size // 3
-        self._parameters = parameters
-        self._layout = by_elements([math.prod(shape) for shape in shapes], size)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model[0].named_parameters()}
+        # The name and shape of each parameter, and its index in the flat one of its block.
+        self._parameters = [
+            (f"{block}.{name}", shape, index)
+            for block in range(len(model))
+            for index, (name, shape) in enumerate(shapes.items())
+        ]
+        self._layout = by_elements([math.prod(shape) for shape in shapes.values()], size)
         self._memory = torch.empty(self._layout.sizes[0], device="meta")
         self._row = torch.empty(1, _RANDOM_BYTES, dtype=torch.uint8, device="meta")
         self._count = torch.empty((), device="meta")
         self._notes: dict[str, Any] = {
-            "optimizer": {"parameters": {each.name: ["label", "float32", each.shape] for each in parameters}}
+            "optimizer": {"parameters": {name: ["label", "float32", shape] for name, shape, _ in self._parameters}}
         }
+        # Ranks of one kind have elements of the same parameters; the first of each kind sends their specs.
         self._kinds = [_held(self._layout, rank) for rank in range(size)]
-        speakers = {kind: self._kinds.index(kind) for kind in set(self._kinds)}
         self._lists = [pickle.dumps({})] * size
-        for rank in speakers.values():
-            self._lists[rank] = pickle.dumps(_specs(self._parts(rank)))
-        self._digests = self._told()
+        for kind in set(self._kinds):
+            first = self._kinds.index(kind)
+            self._lists[first] = pickle.dumps(_specs(self._parts(first)))
+        self._digests = self._all_digests()
 
     def plan(self, before: GlobalPlan | None) -> tuple[GlobalPlan, LocalPlan]:
-        """Find what this rank writes."""
+        """Agree on the files, and plan this rank's writes."""
         group: Any = self
         return plan_writes(group, self._parts(self.rank), self._notes, _FILE_BYTES, before)
 
     def all_reduce(self, own: Tensor) -> None:
-        """Leave the sum of bytes as it is: the ranks have nothing in common."""
+        """Leave the sum of bytes unchanged, since no two ranks have equal parts."""
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """Return the digests that all ranks tell."""
+        """Return the digests of all ranks."""
         self._digests[self.rank] = own
         return self._digests.view(-1)
 
     def all_gather_object(self, own: Any) -> list[Any]:
-        """Return the lists of tensors that all ranks tell."""
+        """Return the specs of all ranks."""
         return [own if rank == self.rank else pickle.loads(data) for rank, data in enumerate(self._lists)]
 
-    def _told(self) -> Tensor:
+    def _all_digests(self) -> Tensor:
         """Return [ranks, bytes] digests: the same tensors within a kind, the same notes, other shards."""
         own = torch.frombuffer(bytearray(digests_of(self._parts(self.rank), self._notes)), dtype=torch.uint8)
-        told = own.repeat(self.size, 1)
+        digests = own.repeat(self.size, 1)
         kinds = {kind: number for number, kind in enumerate(set(self._kinds) - {self._kinds[self.rank]})}
         for rank, kind in enumerate(self._kinds):
             if kind in kinds:
-                told[rank, :16] = kinds[kind]
-            told[rank, 32:] = torch.randint(256, (len(own) - 32,))
-        return told
+                digests[rank, :16] = kinds[kind]
+            digests[rank, 32:] = torch.randint(256, (len(own) - 32,))
+        return digests
 
     def _parts(self, rank: int) -> Shards:
         made: Shards = {"model": [], "optimizer": []}
-        for each in self._parameters:
-            first, last = self._layout.part(each.place, rank)
-            holders = self._layout.holders(each.place)
+        for name, shape, index in self._parameters:
+            first, last = self._layout.part(index, rank)
+            holders = self._layout.holders(index)
             state_replicas = Replicas.among(holders, rank)
             size = (last - first,)
-            placement = Placement(
-                each.name, each.shape, each.shape, (first, last), size, state_replicas=state_replicas
-            )
+            placement = Placement(name, shape, shape, (first, last), size, state_replicas=state_replicas)
             memory = self._memory[: last - first]
             made["model"].append(placement.shard(memory))
             if first < last:
@@ -149,7 +139,7 @@ class _Rank:
 
 
 def _held(layout: Layout, rank: int) -> tuple[bool, ...]:
-    """Say of which parameters of a block a rank has elements."""
+    """Return for each parameter of a block True if a rank has elements of it."""
     return tuple(rank in layout.holders(index) for index in range(len(layout.numels)))
 
 

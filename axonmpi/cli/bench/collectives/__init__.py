@@ -1,1 +1,6 @@
-"""Collectives of many sizes: ours, MPI's own, torch.distributed's, and a plain copy."""
+"""The benchmarks of collectives: of many sizes on any ranks, and between nodes.
+
+`cases.py` has a collective of one dtype and size, and the variants that carry it out. `comparison.py` measures it
+beside a plain copy, `between_nodes.py` beside MPI's and gloo's on several nodes, `mpi_alone.py` in a job of MPI
+without threads.
+"""

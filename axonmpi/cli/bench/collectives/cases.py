@@ -1,13 +1,12 @@
-"""One collective of one dtype and size, done in several ways, and its right result.
+"""One collective of one dtype and size, its variants, and its right result.
 
 Element i of the tensor of rank r is `i % 3 + r % 2`, so that every result is known without communication. The small
-whole numbers are exact in every dtype, and three divides no power of two: data in a wrong place show.
+whole numbers are exact in every dtype, and three divides no power of two, so that misplaced data are noticed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,30 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
+from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum
+from ....launch import start as runtime
 from ....utils.memory import flat_zeros
-from ..timing import all_gather_flat, reduce_scatter_flat
+from ..harness.table import format_size
+from ..harness.timing import MICROSECONDS, OVER_AXONMPI, WALL, Clock, RankOperations, calls_for, interleave
+from ..harness.torch_groups import all_gather_flat, reduce_scatter_flat
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-CPU = torch.device("cpu")
+BLOCK_SECONDS = 7e-3
+"""About how long a block takes, unless one call takes longer."""
+_CPU = torch.device("cpu")
 _ROOT = 0
 _COMPARED = 64
-_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_WRITTEN = re.compile(r"(\d+) ?(" + "|".join(_UNITS) + ")", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A collective, its dtype and its size on this rank.
 
     Attributes:
         operation: One of `OPERATIONS`, or copy.
         dtype: Of the elements.
-        nbytes: Size of the whole tensor. Before an all_gather and after a reduce_scatter a rank has one part of it,
-            all parts of the same size.
+        nbytes: Size of the full tensor. Before an all_gather and after a reduce_scatter a rank has one shard of it,
+            all shards of the same size.
         rank: This rank.
         ranks: The number of ranks.
-        place: The device that tensors are on.
+        device: The tensors' device.
     """
 
     operation: str
@@ -47,46 +49,55 @@ class Case:
     nbytes: int
     rank: int
     ranks: int
-    place: torch.device = CPU
+    device: torch.device = _CPU
 
     @property
-    def part_numel(self) -> int:
-        """Elements of one rank's part, at least one."""
+    def is_in_place(self) -> bool:
+        """Whether the result replaces the source."""
+        return self.operation not in ("all_gather", "reduce_scatter")
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, at least one."""
         return -(-self.nbytes // (self.dtype.itemsize * self.ranks))
 
     @property
     def source_numel(self) -> int:
-        """Elements that a rank puts in."""
-        sizes = {"all_gather": self.part_numel, "reduce_scatter": self.part_numel * self.ranks}
+        """Elements of this rank's source."""
+        sizes = {"all_gather": self.shard_numel, "reduce_scatter": self.shard_numel * self.ranks}
         return sizes.get(self.operation, -(-self.nbytes // self.dtype.itemsize))
 
     @property
     def result_numel(self) -> int:
-        """Elements that a rank gets."""
-        sizes = {"all_gather": self.part_numel * self.ranks, "reduce_scatter": self.part_numel}
+        """Elements of this rank's result."""
+        sizes = {"all_gather": self.shard_numel * self.ranks, "reduce_scatter": self.shard_numel}
         return sizes.get(self.operation, self.source_numel)
 
-    def expected(self, positions: Tensor) -> Tensor:
-        """Return the right elements at some positions of this rank's result, int64; local."""
+    def expected(self, indices: Tensor) -> Tensor:
+        """Return the right elements at some indices of this rank's result, int64."""
         if self.operation == "copy":
-            return _content(self.rank, positions)
+            return _content(self.rank, indices)
         if self.operation == "broadcast":
-            return _content(_ROOT, positions)
+            return _content(_ROOT, indices)
         if self.operation == "all_gather":
-            return _content(positions // self.part_numel, positions % self.part_numel)
+            return _content(indices // self.shard_numel, indices % self.shard_numel)
         if self.operation == "reduce_scatter":
-            positions = positions + self.rank * self.part_numel
-        return torch.stack([_content(rank, positions) for rank in range(self.ranks)]).sum(0)
+            indices = indices + self.rank * self.shard_numel
+        return torch.stack([_content(rank, indices) for rank in range(self.ranks)]).sum(0)
+
+    def zeros(self) -> Tensor:
+        """Return an ordinary tensor for the source."""
+        return flat_zeros(self.source_numel, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a case.
+    """One implementation of a case.
 
     Attributes:
         case: The case.
-        source: What this rank puts in.
-        call: Does it once; collective, but for a copy.
+        source: This rank's source.
+        call: Runs it once; collective, but for a copy.
         result: The tensor that then holds the result; None: `call` returns it.
     """
 
@@ -96,66 +107,47 @@ class Variant:
     result: Tensor | None = None
 
     def is_right(self) -> bool:
-        """Do it once and check some elements of the result; collective. Leaves zeros, which stay zeros."""
+        """Run it once and check some elements of the result; collective. Leaves zeros, which stay zeros."""
         self.source.copy_(_content(self.case.rank, torch.arange(self.source.numel(), dtype=torch.int32)))
         returned = self.call()
         result = returned if self.result is None else self.result
-        right = isinstance(result, Tensor) and self._holds(result)
+        right = isinstance(result, Tensor) and self._is_expected(result)
         self.source.zero_()
         return right
 
-    def _holds(self, result: Tensor) -> bool:
+    def _is_expected(self, result: Tensor) -> bool:
         """Compare elements spread over the result, the first and the last included, with the right ones."""
         if self.case.operation == "reduce" and self.case.rank != _ROOT:
             return True
-        positions = torch.arange(_COMPARED) * (result.numel() - 1) // (_COMPARED - 1)
-        got, wanted = result[positions].double().cpu(), self.case.expected(positions).double()
-        # sums of very many ranks are rounded in bfloat16
-        return torch.allclose(got, wanted, rtol=2**-6, atol=0.0)
+        indices = torch.arange(_COMPARED) * (result.numel() - 1) // (_COMPARED - 1)
+        actual, right = result[indices].double().cpu(), self.case.expected(indices).double()
+        # Sums of very many ranks are rounded in bfloat16.
+        return torch.allclose(actual, right, rtol=2**-6, atol=0.0)
 
 
-def _content(rank: int | Tensor, positions: Tensor) -> Tensor:
-    return positions % 3 + rank % 2
+def _content(rank: int | Tensor, indices: Tensor) -> Tensor:
+    return indices % 3 + rank % 2
 
 
-def variants_of(case: Case, mpi: Any) -> dict[str, Variant]:
-    """Prepare all ways to do a case; collective. MPI, which has no bfloat16, comes with float32 only.
-
-    Args:
-        case: The case, the same on all ranks.
-        mpi: The module `mpi4py.MPI`; None for tensors on GPUs.
-    """
-    ordinary = our_variant(case, flat_zeros(case.source_numel, case.dtype, case.place))
-    if mpi is None:
-        torchs = {"torch": torch_variant(case)} if dist.is_initialized() else {}
-        return {"ordinary": ordinary, **torchs, "memcpy": _memcpy(case)}
-    return {
-        "symmetric": our_variant(case, symmetric_empty([case.source_numel], case.dtype)),
-        "ordinary": ordinary,
-        **({"mpi": mpi_variant(case, mpi)} if case.dtype == torch.float32 else {}),
-        "gloo": torch_variant(case),
-        "memcpy": _memcpy(case),
-    }
+# ---- variants ---------------------------------------------------------------------------------------------------
 
 
 def our_variant(case: Case, source: Tensor) -> Variant:
-    """Prepare ours for a case, on the memory given; local."""
-    if case.operation == "all_gather":
-        return Variant(case, source, partial(all_gather, source))
-    if case.operation == "reduce_scatter":
-        return Variant(case, source, partial(reduce_scatter_sum, source))
+    """Return axonmpi's variant of a case, on this tensor."""
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": partial(all_reduce, source),
         "reduce": partial(reduce, source, _ROOT),
         "broadcast": partial(broadcast, source),
+        "all_gather": partial(all_gather, source),
+        "reduce_scatter": partial(reduce_scatter_sum, source),
     }
-    return Variant(case, source, calls[case.operation], source)
+    return Variant(case, source, calls[case.operation], source if case.is_in_place else None)
 
 
 def mpi_variant(case: Case, mpi: Any) -> Variant:
-    """Prepare MPI's own way to do a case of float32; local. `mpi` is the module `mpi4py.MPI`, started."""
+    """Return MPI's own variant of a case of float32; `mpi` is the module `mpi4py.MPI`, started."""
     comm = mpi.COMM_WORLD
-    source, result = _memory(case)
+    source, result = _source_and_result(case)
     own, target = source.numpy(), result.numpy()
     reduces_in_place = (mpi.IN_PLACE, own) if case.rank == _ROOT else (own, None)
     calls: dict[str, Callable[[], object]] = {
@@ -169,8 +161,8 @@ def mpi_variant(case: Case, mpi: Any) -> Variant:
 
 
 def torch_variant(case: Case) -> Variant:
-    """Prepare the way of torch.distributed's default group; local."""
-    source, result = _memory(case)
+    """Return the variant of torch.distributed's default group."""
+    source, result = _source_and_result(case)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": partial(dist.all_reduce, source),
         "reduce": partial(dist.reduce, source, _ROOT),
@@ -181,40 +173,62 @@ def torch_variant(case: Case) -> Variant:
     return Variant(case, source, calls[case.operation], result)
 
 
-def _memcpy(case: Case) -> Variant:
-    numel = -(-case.nbytes // case.dtype.itemsize)
-    source, target = (flat_zeros(numel, case.dtype, case.place) for _ in range(2))
-    return Variant(replace(case, operation="copy"), source, partial(target.copy_, source), target)
+def memcpy_variant(case: Case) -> Variant:
+    """Return a copy of as many bytes within this rank's memory."""
+    copy = replace(case, operation="copy")
+    source, target = copy.zeros(), copy.zeros()
+    return Variant(copy, source, partial(target.copy_, source), target)
 
 
-def _memory(case: Case) -> tuple[Tensor, Tensor]:
-    """Make ordinary memory for the source and for the result, the same where the operation is in place."""
-    source = flat_zeros(case.source_numel, case.dtype, case.place)
-    changes_size = case.operation in ("all_gather", "reduce_scatter")
-    return source, flat_zeros(case.result_numel, case.dtype, case.place) if changes_size else source
+def _source_and_result(case: Case) -> tuple[Tensor, Tensor]:
+    """Return ordinary tensors for the source and for the result, the same one if the operation is in place."""
+    source = case.zeros()
+    return source, source if case.is_in_place else flat_zeros(case.result_numel, case.dtype, case.device)
 
 
-def parse_size(text: str) -> int:
-    """Return the number of bytes that `64KiB` or the like stands for; local.
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+def measure_variants(
+    variants: Mapping[str, Variant],
+    blocks: int,
+    *,
+    ranks: RankOperations = OVER_AXONMPI,
+    before: Callable[[], object] | None = None,
+    clock: Clock = WALL,
+    block_seconds: float = BLOCK_SECONDS,
+) -> dict[str, float]:
+    """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
+
+    Args:
+        variants: The same on all ranks.
+        blocks: Number of turns of each variant.
+        ranks: The ranks' operations.
+        before: Called before each round of turns, untimed.
+        clock: Measures a block.
+        block_seconds: About how long a block takes, unless one call takes longer.
 
     Raises:
-        ValueError: The text is no size, or the size is zero.
+        RuntimeError: A variant's result is wrong; raised on all ranks.
     """
-    written = _WRITTEN.fullmatch(text)
-    nbytes = int(written[1]) * _UNITS[written[2]] if written else 0
-    if not nbytes:
-        raise ValueError(f"expected a size such as 4B, 64KiB or 16MiB, got {text!r}")
-    return nbytes
+    check_results(variants, ranks)
+    calls = {name: variant.call for name, variant in variants.items()}
+    numbers = {name: calls_for(call, block_seconds, ranks, clock) for name, call in calls.items()}
+    return interleave(
+        calls, blocks=blocks, calls=numbers, unit=MICROSECONDS, before=before, ranks=ranks, clock=clock
+    )
 
 
-def format_size(nbytes: int) -> str:
-    """Write a number of bytes in the largest unit that divides it, such as `64 KiB`; local."""
-    unit = next(unit for unit in reversed(_UNITS) if nbytes % _UNITS[unit] == 0)
-    return f"{nbytes // _UNITS[unit]} {unit}"
+def check_results(variants: Mapping[str, Variant], ranks: RankOperations = OVER_AXONMPI) -> None:
+    """Raise RuntimeError on all ranks if a variant's result is wrong on any rank; collective."""
+    wrong = [name for name, variant in variants.items() if ranks.maximum(not variant.is_right())]
+    if wrong:
+        case = variants[wrong[0]].case
+        call = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"
+        raise RuntimeError(f"{call}: wrong result of {', '.join(wrong)}")
 
 
-def format_time(microseconds: float | None) -> str:
-    """Write a time in microseconds, or in milliseconds from one on; local."""
-    if microseconds is None:
-        return "-"
-    return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
+def library_name(mpi: Any) -> str:
+    """Return the name of the MPI library in use."""
+    # An MPI library may stand in for another one of the same binary interface, which mpi4py was built for.
+    return "Intel MPI" if "Intel" in mpi.Get_library_version() else runtime.library_info().vendor

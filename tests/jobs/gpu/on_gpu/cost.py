@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import axonmpi as ax
-from axonmpi.cli.bench.timing import interleave, telling_clock
+from axonmpi.cli.bench.harness.timing import MICROSECONDS, enqueue_clock, interleave
 from axonmpi.utils.device import device_at
 
 from . import Check, Figures, NotHereError
@@ -32,10 +32,10 @@ def check_all_reduce(numel: int, world: ax.World, figures: Figures) -> None:
         "torch, asynchronous": lambda: dist.all_reduce(tensors[3], async_op=True).wait(),
     }
     try:
-        seconds = interleave(calls, blocks=BLOCKS, calls=CALLS, clock=telling_clock(device))
+        clock = enqueue_clock(device)
+        microseconds = interleave(calls, blocks=BLOCKS, calls=CALLS, unit=MICROSECONDS, clock=clock)
     finally:
         dist.destroy_process_group()
-    microseconds = {name: value * 1e6 for name, value in seconds.items()}
     figures[f"all_reduce of {4 * numel} bytes, microseconds of the CPU"] = microseconds
     ratio = microseconds["axonmpi"] / microseconds["torch"]
     if device.is_asynchronous:  # on the CPU, another library is compared, and the time is the operation's

@@ -1,4 +1,4 @@
-"""The ways to save and to load that take turns. All of them are done when the bytes are on the disk."""
+"""The variants of saving and loading, which take turns. Each returns when the bytes are on the disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,26 @@ from torch import nn
 from ....checkpoint import load_checkpoint, save_checkpoint
 from ....comm import barrier
 from ....groups.world import World
-from .states import flat_state
+from .models import flat_state
 
 AXONMPI, PLAIN, DCP, HUGGING_FACE = "axonmpi", "plain", "dcp", "hugging face"
 
 Call = Callable[[], None]
 
 
-class Ways:
-    """Saves and loads as much state in several ways; all collective.
+class Savers:
+    """Functions that save and load the same amount of state; all collective.
 
     Args:
         world: All ranks.
-        folder: Where to, on a file system that all of them see.
-        own: Our sharded model, with its optimizer.
-        other: Torch's, as large.
+        folder: On a file system that all ranks see.
+        own: axonmpi's sharded model, with its optimizer.
+        other: torch's, as large.
 
     Attributes:
-        saves: What saves, by name.
-        loads: What loads what was saved, by name.
+        nbytes: Bytes of the state, on all ranks together.
+        saves: Functions that save, by name.
+        loads: Functions that load a saved state, by name.
     """
 
     def __init__(
@@ -52,62 +54,63 @@ class Ways:
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *states])
         self._plain = torch.ones(-(-self.nbytes // world.size), dtype=torch.uint8)
         self.saves: dict[str, Call] = {AXONMPI: self._save, PLAIN: self._save_plain, DCP: self._save_dcp}
-        if _has_safetensors():
+        if find_spec("safetensors") is not None:  # which the writer needs
             self.saves[HUGGING_FACE] = self._save_hugging_face
         self.loads: dict[str, Call] = {AXONMPI: self._load, PLAIN: self._load_plain, DCP: self._load_dcp}
 
-    def path(self, name: str) -> Path:
-        """Return where one of them saves to."""
+    def _path(self, name: str) -> Path:
         return self._folder / name.replace(" ", "-")
 
-    # ---- ours -------------------------------------------------------------------------------------------------
+    # ---- axonmpi ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        save_checkpoint(self.path(AXONMPI), *self._own)
+        save_checkpoint(self._path(AXONMPI), *self._own)
 
     def _load(self) -> None:
-        load_checkpoint(self.path(AXONMPI), *self._own)
+        load_checkpoint(self._path(AXONMPI), *self._own)
 
-    # ---- each rank an equal share of one file ------------------------------------------------------------------
+    # ---- plain: each rank an equal slice of one file -----------------------------------------------------------
 
     def _save_plain(self) -> None:
-        """Write as many bytes by `pwrite`, with one call where the system takes as many, and fsync."""
-        path = self.path(PLAIN)
+        """Write as many bytes by `pwrite`, with one call if the system takes as many, and fsync."""
+        path = self._path(PLAIN)
         if self._world.rank == 0:
             with path.open("wb") as file:
                 file.truncate(len(self._plain) * self._world.size)
         barrier()
-        self._plain_file(path, os.O_WRONLY, os.pwrite)
+        self._transfer_plain(path, os.O_WRONLY, os.pwrite)
         barrier()
 
     def _load_plain(self) -> None:
-        self._plain_file(self.path(PLAIN), os.O_RDONLY, lambda file, data, at: os.preadv(file, [data], at))
+        self._transfer_plain(
+            self._path(PLAIN), os.O_RDONLY, lambda file, data, offset: os.preadv(file, [data], offset)
+        )
         barrier()
 
-    def _plain_file(self, path: Path, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
-        data, begin, at = self._plain.numpy().data, self._world.rank * len(self._plain), 0
+    def _transfer_plain(self, path: Path, flags: int, transfer: Callable[[int, memoryview, int], int]) -> None:
+        data, begin, done = self._plain.numpy().data, self._world.rank * len(self._plain), 0
         file = os.open(path, flags)
         try:
-            while at < len(data):
-                at += move(file, data[at:], begin + at)
+            while done < len(data):
+                done += transfer(file, data[done:], begin + done)
             if flags == os.O_WRONLY:
                 os.fsync(file)
         finally:
             os.close(file)
 
-    # ---- torch's ----------------------------------------------------------------------------------------------
+    # ---- torch ------------------------------------------------------------------------------------------------
 
     def _save_dcp(self) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        save(self._dcp_state(), checkpoint_id=self.path(DCP))
+        save(self._dcp_state(), checkpoint_id=self._path(DCP))
 
     def _load_dcp(self) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._dcp_state()
-        load(state, checkpoint_id=self.path(DCP))
+        load(state, checkpoint_id=self._path(DCP))
         set_state_dict(*self._other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def _dcp_state(self) -> dict[str, Any]:
@@ -121,24 +124,15 @@ class Ways:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = HuggingFaceStorageWriter(
-            str(self.path(HUGGING_FACE)), save_distributed=True, enable_consolidation=True
+            str(self._path(HUGGING_FACE)), save_distributed=True, enable_consolidation=True
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its own use of torch
             save(flat_state(*self._other), storage_writer=writer)
 
 
-def _has_safetensors() -> bool:
-    """Say whether the package is there that `HuggingFaceStorageWriter` needs."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def remove_all(world: World, folder: Path) -> None:
-    """Remove what is in the folder, and with it what is still to be written; collective."""
+    """Remove the folder's files, also from the disk's queue; collective."""
     barrier()
     if world.rank == 0:
         for path in folder.iterdir():
@@ -152,8 +146,8 @@ def remove_all(world: World, folder: Path) -> None:
     barrier()
 
 
-def forget_pages(world: World, folder: Path) -> None:
-    """Let the system forget what it has of the files in the folder, so that it reads the disk; collective."""
+def drop_cache(world: World, folder: Path) -> None:
+    """Have the system drop its cached pages of the folder's files, so that it reads the disk; collective."""
     barrier()
     if world.rank == 0:
         for path in folder.rglob("*"):

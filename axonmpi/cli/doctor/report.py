@@ -23,7 +23,7 @@ from ...launch.check import MpiLibrary
 from ...launch.launcher_variables import Launcher, detect_launchers
 from ...launch.start import Started
 from ...utils.text import counted
-from .. import parse_arguments
+from ..arguments import parse_arguments
 from .findings import Finding, as_json, as_text, problem_of
 from .gpus import gpus
 from .limits import limits
@@ -32,7 +32,7 @@ from .network import fabric, path, speed, wrong_settings
 from .ranks import clocks, cores, places
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print the report; collective over all ranks of the job.
 
     Returns:

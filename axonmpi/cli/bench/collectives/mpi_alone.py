@@ -1,19 +1,20 @@
 """The collectives of MPI alone, at the thread level of a program that has no threads.
 
-An MPI library may have a quicker path for small messages where only one thread calls it. axonmpi needs
+An MPI library may have a quicker path for small messages in programs of one thread. axonmpi needs
 MPI_THREAD_MULTIPLE, and a process starts MPI once, so this is a separate job without axonmpi's communication. The
 ranks have the same settings and cores as in the other job.
 
     axonmpi bench collectives
-    ├─ mpirun ...   collectives.measure        all variants, MPI at MPI_THREAD_MULTIPLE
-    └─ mpirun ...   mpi.measure                MPI at MPI_THREAD_FUNNELED
+    ├─ mpirun ...   comparison.measure         all variants, MPI at MPI_THREAD_MULTIPLE
+    └─ mpirun ...   mpi_alone.measure          MPI at MPI_THREAD_FUNNELED
 
 `add` puts the quicker time into the column of MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +23,13 @@ from ....launch import exit as exits
 from ....launch import start as runtime
 from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_cores
 from ....launch.launcher_variables import set_variables_for_mpi
-from ..timing import Agreement
-from .cases import Case, mpi_variant
-from .measure import median_times
+from ..harness.benchmark import Figures
+from ..harness.timing import RankOperations
+from .cases import Case, measure_variants, mpi_variant
 
 
-def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dict[str, Any] | None:
+def measure(options: argparse.Namespace) -> Figures | None:
     """Start MPI at MPI_THREAD_FUNNELED, and measure its operations on float32; collective.
-
-    Args:
-        blocks: Number of times that each operation is timed at each size.
-        operations: Some of `OPERATIONS`.
-        sizes: In bytes.
 
     Returns:
         On rank 0 the thread level that MPI has granted, and the cases, each with its time in microseconds; None on
@@ -44,16 +40,14 @@ def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dic
     """
     mpi = _start()
     comm = mpi.COMM_WORLD
-    ranks = Agreement(comm.Barrier, lambda value: comm.allreduce(value, mpi.MAX))
-    cases = [
-        Case(operation, torch.float32, nbytes, comm.rank, comm.size) for operation in operations for nbytes in sizes
-    ]
-    measured = [
-        {"operation": case.operation, "bytes": case.nbytes, "microseconds": times["mpi"]}
-        for case in cases
-        for times in [median_times(case, {"mpi": mpi_variant(case, mpi)}, blocks, ranks)]
-    ]
-    return {"level": runtime.thread_level(mpi), "cases": measured} if comm.rank == 0 else None
+    ranks = RankOperations(comm.Barrier, lambda value: comm.allreduce(value, mpi.MAX))
+    cases = []
+    for operation in options.operations:
+        for nbytes in options.sizes:
+            case = Case(operation, torch.float32, nbytes, comm.rank, comm.size)
+            times = measure_variants({"mpi": mpi_variant(case, mpi)}, options.blocks, ranks=ranks)
+            cases.append({"operation": operation, "bytes": nbytes, "microseconds": times["mpi"]})
+    return {"level": runtime.thread_level(mpi), "cases": cases} if comm.rank == 0 else None
 
 
 def _start() -> Any:
@@ -73,12 +67,12 @@ def _start() -> Any:
     return MPI
 
 
-def add(result: dict[str, Any], measure_alone: Callable[[], dict[str, Any]]) -> None:
-    """Put the quicker time of both jobs into the figures, where MPI is among the variants; local.
+def add(result: Figures, measure_alone: Callable[[], Figures]) -> None:
+    """Put the quicker time of both jobs into the figures, if MPI is among the variants.
 
     Args:
-        result: The result of `collectives.measure`, changed in place.
-        measure_alone: Runs the other job, and returns rank 0's result of `measure`.
+        result: The figures of the other job, changed in place.
+        measure_alone: Runs the job of MPI alone, and returns rank 0's result of `measure`.
     """
     cases = [case for case in result["cases"] if case["mpi_microseconds"]]
     if not cases:

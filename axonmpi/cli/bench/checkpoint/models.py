@@ -1,4 +1,4 @@
-"""One model and its AdamW state on all ranks: sharded by this package and by torch, as large as is asked for."""
+"""The model of the benchmark and its AdamW state, sharded over all ranks by axonmpi and by torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ....fsdp import FullyShardedDataParallel
-from ....groups.world import World
+from ..harness.torch_groups import default_group, torch_fsdp
 
-_NUMBERS = 3 * 4
-"""Bytes of a parameter element and of AdamW's two numbers for it."""
-_SMALL_MIBIBYTES = 100
-ROWS = 32
+_BYTES = 3 * 4
+"""Of an element of a parameter and of AdamW's two numbers for it."""
+_SMALL_MEBIBYTES = 100
+_ROWS = 32
 
 
 class Block(nn.Module):
@@ -35,45 +35,32 @@ class Block(nn.Module):
         return y
 
 
-def width_for(mebibytes: int) -> int:
-    """Return the features of a model."""
-    return 512 if mebibytes >= _SMALL_MIBIBYTES else 64
-
-
-def blocks_for(mebibytes: int) -> int:
-    """Return how many blocks have so many MiB of parameters and state together."""
-    width = width_for(mebibytes)
-    of_block = (8 * width * width + 7 * width) * _NUMBERS
-    return max(1, round(mebibytes * 2**20 / of_block))
+def _width(mebibytes: int) -> int:
+    return 512 if mebibytes >= _SMALL_MEBIBYTES else 64
 
 
 def build_model(mebibytes: int) -> nn.Sequential:
-    """Build the model, whole."""
-    return nn.Sequential(*(Block(width_for(mebibytes)) for _ in range(blocks_for(mebibytes))))
+    """Return as many blocks as have this many MiB of parameters and state together, not sharded."""
+    width = _width(mebibytes)
+    bytes_of_block = (8 * width * width + 7 * width) * _BYTES
+    count = max(1, round(mebibytes * 2**20 / bytes_of_block))
+    return nn.Sequential(*(Block(width) for _ in range(count)))
 
 
 def batch_for(mebibytes: int) -> Tensor:
     """Return [rows, width] samples."""
-    return torch.ones(ROWS, width_for(mebibytes))
+    return torch.ones(_ROWS, _width(mebibytes))
 
 
-def ours(mebibytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded_by_axonmpi(mebibytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model sharded over all ranks, and its optimizer after a step; collective."""
     model = FullyShardedDataParallel(build_model(mebibytes), units=Block)
     return model, _after_a_step(model, mebibytes)
 
 
-def torchs(mebibytes: int, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded_by_torch(mebibytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the same with torch's `fully_shard`; collective."""
-    # These take a second to import, which the other benchmarks need not spend.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world.size,))
-    model = build_model(mebibytes)
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = torch_fsdp(build_model(mebibytes), default_group())
     return model, _after_a_step(model, mebibytes)
 
 
@@ -86,7 +73,7 @@ def _after_a_step(model: nn.Module, mebibytes: int) -> torch.optim.Optimizer:
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return torch's sharded tensors by one name each, as files of safetensors have them; local."""
+    """Return torch's sharded tensors by one name each, as files of safetensors have them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, Any] = dict(model.state_dict())
     for parameter, values in optimizer.state.items():
