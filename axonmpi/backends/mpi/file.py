@@ -41,7 +41,7 @@ class MpiFile:
         """Write bytes; local.
 
         Args:
-            offset: Where they begin in the file.
+            offset: Of the first byte in the file.
             data: The bytes, in format "B".
 
         Raises:
@@ -55,7 +55,7 @@ class MpiFile:
             raise self._failure(error) from error
 
     def sync(self) -> None:
-        """Bring what was written to the disk; collective.
+        """Bring written bytes to the disk; collective.
 
         Raises:
             OSError: It cannot be written.
