@@ -1,4 +1,4 @@
-"""The pages speak of everything there is: public names, errors, settings, modules."""
+"""Completeness of the pages: public names, errors, settings, packages, links."""
 
 import re
 
