@@ -39,13 +39,13 @@ def buffer_of(mpi: Any, tensor: Tensor) -> Any:
 
 
 def flat_elements(tensor: Tensor) -> Tensor:
-    """Return the elements in order in contiguous memory, the tensor's own where it is that already; local."""
+    """Return the elements in order in contiguous memory, the tensor's own if it is contiguous; local."""
     is_plain = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     return _line(tensor if is_plain else tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def write_back(flat: Tensor, tensor: Tensor) -> None:
-    """Bring what MPI wrote into `flat` into the tensor, and tell autograd that the tensor has changed; local."""
+    """Copy `flat`, which MPI has filled, into the tensor, and tell autograd that the tensor has changed; local."""
     if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg() or tensor.is_conj():
         tensor.detach().copy_(flat.view(tensor.shape))  # autograd may have marked it since
     else:

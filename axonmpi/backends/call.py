@@ -1,7 +1,7 @@
-"""What the ranks of a group have to agree on before a collective moves data.
+"""The call of a collective, which the ranks of a group compare before data moves.
 
 A `Call` is the operation, dtype, shape, reduction and root of one rank's call, with a fingerprint. Backends compare
-the fingerprints of all ranks first; where they differ, `mismatch_error` says which ranks called what.
+the fingerprints of all ranks first; if they differ, `mismatch_error` lists the call of each rank.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Call:
     Attributes:
         operation: Name of the collective.
         dtype: Dtype of the tensors, or None.
-        shape: Shape of this rank's tensor; -1 where the ranks may differ.
+        shape: Shape of this rank's tensor; -1 for dimensions in which the ranks may differ.
         op: The reduction, or None.
         root: Source or destination rank within the group, or None.
         dim: Dimension along which tensors are cut or concatenated.
-        layout: What a flat tensor is made of, if anything.
-        parts: What the ranks are divided into, by operations that make groups.
-        label: Whose tensors they are, such as a unit of a model; empty if the caller does not say.
+        layout: Shapes of the tensors in a flat tensor, if any.
+        parts: The ranks of each new group, of operations that make groups.
+        label: Owner of the tensors, such as a unit of a model; may be empty.
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
-        nbytes: Their size, 0 where a dimension is free.
-        description: What the rank's page says of it.
+        nbytes: Their size, 0 if a dimension is free.
+        description: Text for the rank's record.
     """
 
     operation: str
@@ -122,12 +122,12 @@ class Call:
         return f"{str(dtype).removeprefix('torch.')} [{self._shown(sizes, len(shape) <= MAX_LISTED)}]"
 
     def _shown(self, texts: list[str], is_whole: bool) -> str:
-        """Join texts; the fingerprint stands for what is not shown."""
+        """Join texts; the fingerprint stands for the texts that are left out."""
         return ", ".join(texts if is_whole else [*texts, f"... #{self.key:x}"])
 
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:
-    """Make the error that names what each rank called; `calls` has one text a rank."""
+    """Make the error that lists the call of each rank; `calls` has one text a rank."""
     groups = sorted(ranks_by_text(dict(enumerate(calls))).items(), key=lambda entry: -len(entry[1]))
     error = CollectiveMismatchError(
         "the ranks of this group made different calls, so no data was moved:\n  "

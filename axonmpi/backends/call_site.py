@@ -68,7 +68,7 @@ def _is_library(frame: FrameType) -> bool:
 
 @contextmanager
 def called_at(site: str) -> Iterator[None]:
-    """Let this thread say that it does what was called somewhere else; local."""
+    """Let this thread name the call site of another thread's call; local."""
     _told.site = site
     try:
         yield

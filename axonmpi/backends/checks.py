@@ -1,4 +1,4 @@
-"""Checks of the arguments of every operation: what was expected, what came, and what to do.
+"""Checks of the arguments of every operation; messages have the expected value, the given one and the remedy.
 
 They run before anything is sent, on the rank that made the mistake.
 """
@@ -79,7 +79,7 @@ def check_readable(tensor: object, backend: str, device_types: tuple[str, ...]) 
 
 
 def _is_plain(tensor: Tensor, device_types: tuple[str, ...]) -> bool:
-    """Say whether there is nothing to object to, quickly: of a small collective that is a noticeable part."""
+    """Return True if a tensor certainly passes all checks; quickly, since a small collective waits for it."""
     return (
         tensor.__class__ is Tensor
         and ((tensor.is_cpu and device_types[0] == "cpu") or tensor.device.type in device_types)

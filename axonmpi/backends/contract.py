@@ -72,7 +72,7 @@ class Backend(Runner):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether what is gathered before it is used, beside computation, is there sooner for that."""
+        """Whether it saves time to gather early, beside computation."""
         return self.overlaps
 
     @property
@@ -81,12 +81,12 @@ class Backend(Runner):
         return self.size
 
     def on(self, place: torch.device) -> Backend:
-        """Return what carries tensors on a device, and has its memory there: itself, or a part of it; local."""
+        """Return the backend for tensors on a device: itself, or a part of it; local."""
         return self
 
     @property
     def control(self) -> Backend:
-        """What carries small messages of the library, which the CPU waits for: itself, or a part of it."""
+        """Backend for small messages of the library, which the CPU waits for: itself, or a part of it."""
         return self
 
     # ---- collectives: check, then hand over -------------------------------------------------------------
@@ -105,7 +105,7 @@ class Backend(Runner):
             tensor: Any shape and strides, the same shape and dtype on all ranks.
             op: The reduction, or its name; sums are taken in one order on all ranks, 16-bit floats in float32.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
-            layout: What a flat tensor is made of, the same on all ranks.
+            layout: Shapes of the tensors in a flat tensor, the same on all ranks.
 
         Raises:
             DtypeError: The dtype does not allow `op`.
@@ -185,8 +185,8 @@ class Backend(Runner):
             tensor: The same shape and dtype on all ranks.
             src: Rank within the group to copy from.
             async_op: Return a `Work` at once.
-            layout: What a flat tensor is made of, the same on all ranks.
-            label: Whose tensor it is, the same on all ranks; compared, and in messages.
+            layout: Shapes of the tensors in a flat tensor, the same on all ranks.
+            label: Owner of the tensor, the same on all ranks; compared, and in messages.
 
         Raises:
             ValueError: `src` is no rank of the group.
@@ -207,7 +207,7 @@ class Backend(Runner):
             tensor: The ranks may differ in size along `dim` only. A 0-d tensor counts as one of shape [1].
             dim: Dimension to concatenate along.
             async_op: Return a `Work` at once, whose `result()` is the tensor.
-            sizes: Size along `dim` on each rank, where the caller knows them: GPUs then need not ask.
+            sizes: Size along `dim` on each rank, if the caller knows them: GPUs then need not exchange them.
 
         Raises:
             DimensionError: `dim` is out of range.
@@ -315,13 +315,13 @@ class Backend(Runner):
         async_op: bool = False,
         cut_from: tuple[torch.dtype, tuple[int, ...], int] | None = None,
     ) -> Any:
-        """Send `tensors[i]` to rank i and return what each rank sent here; collective.
+        """Send `tensors[i]` to rank i and return the tensors that the ranks sent here; collective.
 
         Args:
             tensors: One a rank; shapes and dtypes are free (up to 12 dimensions).
             async_op: Return a `Work` at once, whose `result()` is the list.
-            cut_from: Dtype, shape and dimension of what the tensors were cut from, where all ranks have to have
-                the same; a size of -1 is free.
+            cut_from: Dtype, shape and dimension of the tensor that was cut, if all ranks have to have the same; a
+                size of -1 is free.
 
         Returns:
             A list of new tensors: entry i came from rank i.
@@ -380,7 +380,7 @@ class Backend(Runner):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that the other ranks of the node can read and write too; collective.
 
-        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary one,
+        Collectives on such tensors need no copies. If memory cannot be shared the tensor is an ordinary one,
         which works the same but slower. Each rank has memory of its own; it is freed when the last tensor on it is
         gone.
 
@@ -403,13 +403,13 @@ class Backend(Runner):
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """Ranks of this group that share what `node_empty` returns here, in order, this one among them; local."""
+        """Ranks of this group that share the memory of `node_empty`, in order, this one among them; local."""
         return (self.rank,)
 
     def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that the ranks of each node have in common; collective.
 
-        All `node_ranks` get the same memory, so who writes where is up to them. It is freed when the last tensor
+        All `node_ranks` get the same memory, and have to share it out. It is freed when the last tensor
         on it is gone on all of them.
 
         Args:
@@ -507,7 +507,7 @@ class Backend(Runner):
                 which ranks may have in different places.
             sizes: Elements of each rank's part of the result, the same on all ranks.
             op: The reduction.
-            dtype: Dtype of the tensors, to be said where a rank may have zeros only.
+            dtype: Dtype of the tensors, needed if a rank may have zeros only.
             async_op: Return a `Work` at once; leave the tensors alone until it is done.
             label: Whose tensors they are, the same on all ranks; compared, and in messages.
 
@@ -633,7 +633,7 @@ class Backend(Runner):
         layout: Layout | None = None,
         label: str = "",
     ) -> Call:
-        """Find or make the Call; what depends on dtype and reduction alone is checked once."""
+        """Find or make the Call; dtype and reduction are checked once."""
         if op is not None and op.__class__ is not ReduceOp:  # 0 and True would be found as SUM and PRODUCT
             op = member("op", ReduceOp, op)
         index = (operation, dtype, shape, op, root, dim, layout, label)
@@ -717,7 +717,7 @@ class Backend(Runner):
     def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work: ...
 
 
-# Compiled code calls a collective by a break of its graph: the checks read what traced tensors do not have.
+# Compiled code calls a collective by a break of its graph: the checks read attributes that traced tensors lack.
 for _name, _method in vars(Backend).items():
     if isfunction(_method) and not _name.startswith("_"):
         skip_in_compile(_method)

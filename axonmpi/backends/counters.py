@@ -22,7 +22,7 @@ from .tuning import COUNTER_SLEEP_SECONDS, COUNTER_YIELDS, COUNTER_YIELDS_OVERSU
 WORDS_PER_COUNTER = 16
 """Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
 _SLEEPERS = 8
-"""Where it is noted that somebody sleeps, in the other cache line of the counter."""
+"""Offset of the number of sleeping ranks, in the other cache line of the counter."""
 
 
 def _nothing() -> None:
@@ -34,9 +34,9 @@ class NodeCounters:
 
     Args:
         memory: [count * WORDS_PER_COUNTER] int64, common to the ranks and zero.
-        fence: A full memory barrier, None where the processor needs none.
+        fence: A full memory barrier, None if the processor needs none.
         timeout: Seconds after which a rank gives up waiting; None never does.
-        check: Called now and then while waiting, with what waits and for which rank; raises if that is in vain.
+        check: Called now and then while waiting, with the operation and the rank; raises if the wait is in vain.
         give_way: Lets others run for a moment.
         oversubscribed: Whether ranks outnumber the cores, so that a rank that waits should soon sleep.
     """
@@ -71,7 +71,7 @@ class NodeCounters:
             self._futex.wake(word)
 
     def reached(self, index: int, value: int) -> bool:
-        """Say whether a counter has reached a value; if so, all that was written before it can be read; local."""
+        """Return True if a counter has reached a value; then all writes before it can be read; local."""
         if self._words[index * WORDS_PER_COUNTER] < value:
             return False
         if self._fence is not None:
@@ -90,10 +90,10 @@ class NodeCounters:
 
         Args:
             index: Which counter.
-            value: What it has to come to.
-            what: What is waited for, for messages.
+            value: The value to wait for.
+            what: The awaited event, for messages.
             meanwhile: Called again and again while waiting.
-            peer: The rank that counts up, where it is known.
+            peer: The rank that counts up, if it is known.
 
         Raises:
             CollectiveTimeoutError: It has not come within the time-out.

@@ -59,7 +59,7 @@ class FlatParts:
         return [part for part in self._parts if isinstance(part, Tensor)]
 
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Return [stop - start] elements as they lie in memory, None where they are of several tensors or zeros."""
+        """Return a view of [stop - start] elements, None if they are of several tensors or zeros."""
         index = bisect_right(self._starts, start) - 1
         part = self._parts[index] if stop <= self.numel and start < stop else 0
         if isinstance(part, int) or stop > self._starts[index + 1]:
@@ -69,7 +69,7 @@ class FlatParts:
         return part.view(-1)[start - self._starts[index] : stop - self._starts[index]]
 
     def line(self) -> Tensor:
-        """Return [numel] all of them, to be read only: in the memory of the one tensor where that is all; local."""
+        """Return all [numel] elements, to be read only: the tensor's own memory if there is only one; local."""
         whole = self.view(0, self.numel)
         return self.flat() if whole is None else whole
 

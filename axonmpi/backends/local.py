@@ -1,4 +1,4 @@
-"""A group of one rank: what a rank sends is what it receives.
+"""A group of one rank, which receives its own messages.
 
 No other rank can differ, so nothing is compared, and asynchronous operations are complete when they return.
 """
@@ -51,7 +51,7 @@ class _Receive(Work):
             raise self._error
 
     def done(self) -> bool:
-        """Say whether the message has come."""
+        """Return True if the message has come."""
         return self._complete
 
     def result(self) -> int:
@@ -88,7 +88,7 @@ class LocalBackend(Backend):
 
     @property
     def control(self) -> LocalBackend:
-        """What carries small messages of the library, on the CPU."""
+        """Backend for small messages of the library, on the CPU."""
         return self.on(torch.device("cpu"))
 
     def abort(self, code: int = 1) -> NoReturn:

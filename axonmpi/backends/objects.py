@@ -89,9 +89,9 @@ def parts_by_node(backend: Backend) -> Parts:
 
 
 def gather_if_different(backend: Backend, obj: Any) -> list[Any]:
-    """Return the objects of all ranks, in rank order, or one of them alone where all have the same; collective.
+    """Return the objects of all ranks, in rank order, or only one if all are the same; collective.
 
-    The ranks compare fingerprints by one small reduction, and objects are sent only where these differ.
+    The ranks compare fingerprints by one small reduction, and objects are sent only if these differ.
 
     Args:
         backend: The communicator.

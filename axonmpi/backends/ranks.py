@@ -19,8 +19,8 @@ class Parts:
     """Disjoint ordered sets of the ranks of a group.
 
     Args:
-        ranks: [ranks] int32 those of all parts, one part after the other.
-        stops: [parts] int64 where in `ranks` each part ends.
+        ranks: [ranks] int32 the ranks of all parts, one part after the other.
+        stops: [parts] int64 the end of each part in `ranks`.
 
     Attributes:
         ranks: The same.

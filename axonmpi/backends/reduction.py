@@ -115,8 +115,8 @@ class Reduction(NamedTuple):
     """How tensors of one dtype and a number of ranks are reduced.
 
     Attributes:
-        run: Called with the parts, one a rank in rank order, and where the result goes.
-        in_place: Whether the result may go where one of the parts lies.
+        run: Called with the parts, one a rank in rank order, and the memory for the result.
+        in_place: Whether the result may overwrite one of the parts.
     """
 
     run: Callable[[Sequence[Tensor], Tensor], None]
@@ -192,7 +192,7 @@ def fold_rows(rows: Tensor, op: ReduceOp, total: Tensor) -> None:
 
 
 def finish(total: Tensor, op: ReduceOp, ranks: int, out: Tensor) -> None:
-    """Make a result of what was folded: divide an average by the number of ranks, and round; local.
+    """Make a result of a folded sum: divide an average by the number of ranks, and round; local.
 
     Args:
         total: The folded values; an average is divided in place.

@@ -1,7 +1,7 @@
 """The operations of a group: run now or on its worker thread, and recorded; and the group's end.
 
 It stands below `contract.py`, whose `Backend` has the operations, and runs them at once if nothing is queued. The
-rank's page has the operations under way and their outcomes, for readers outside of the process.
+rank's record has the operations under way and their outcomes, for readers outside of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .worker import Worker
 
 
 class Runner(ABC):
-    """One rank of a group, as what runs operations and ends.
+    """One rank of a group: runs operations, and ends.
 
     Attributes:
         name: Short name of the kind of backend.
@@ -39,7 +39,7 @@ class Runner(ABC):
             unless the backend keeps the time-out by itself.
         kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
         grace: Seconds after the time-out in which an operation on the worker may still raise by itself.
-        notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
+        notes: Writes this group's operations to the rank's record; nothing for mock ranks and ranks alone.
     """
 
     name: str = "backend"
@@ -89,7 +89,7 @@ class Runner(ABC):
         self.timeout = seconds("timeout", timeout)
 
     def give_up(self, reason: str) -> None:
-        """Make every later operation raise, also on ranks that wait for this one where they can be told; local."""
+        """Make every later operation raise, also on ranks that wait for this one, if they can be reached; local."""
         self.invalidate(reason)
 
     def invalidate(self, reason: str) -> None:
@@ -123,7 +123,7 @@ class Runner(ABC):
         return self._recorded(self.notes.enter(call.description), call.operation, move, *args)
 
     def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Any:
-        """Send or receive, or begin to; `peer` is None where any rank may send."""
+        """Send or receive, or begin to; `peer` is None if any rank may send."""
         self._check_open(operation)
         kind = (operation, tensor.dtype, tensor.shape, peer, tag)
         told = self._told.get(kind)
@@ -160,8 +160,8 @@ class Runner(ABC):
         Args:
             operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
                 `"stage recv"`, which neither of these stands behind.
-            peer: The rank of this group that is waited for, where it is known.
-            nbytes: Size of what is handed over.
+            peer: The rank of this group that is waited for, if it is known.
+            nbytes: Size of the data that is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
             gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
@@ -184,11 +184,11 @@ class Runner(ABC):
 
     @abstractmethod
     def check_peers(self, what: str, peer: int | None = None) -> None:
-        """Raise if a rank has failed, where nothing else ends the waiting for it; local.
+        """Raise if a rank has failed, for waits that nothing else ends; local.
 
         Args:
-            what: What waits.
-            peer: The rank of this group that it waits for, where that is known.
+            what: The waiting operation.
+            peer: The rank of this group that it waits for, if that is known.
 
         Raises:
             RankFailedError: A rank has failed.
@@ -197,7 +197,7 @@ class Runner(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Release the communicator, and what it holds; collective."""
+        """Release the communicator and its memory; collective."""
 
 
 def _without_history(argument: Any) -> Any:

@@ -1,7 +1,7 @@
 """Sizes and times by which the backends choose between ways to do the same: bytes and seconds.
 
 Measured with `axonmpi bench collectives` and `axonmpi bench overhead` on 2 to 8 ranks of x86 processors with 1 MiB
-of cache a core; where other values did as well, the smallest is taken.
+of cache a core; of values that did equally well, the smallest is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 """How much of a rank's ordinary tensor goes through staging at a time: chunks of all ranks should fit into the
 cache."""
 REPEATED_CHUNK_BYTES = 768 << 10
-"""The same where it takes several chunks: those of 512 KiB or 1 MiB took up to a fifth longer, perhaps since
+"""The same for a tensor of several chunks: those of 512 KiB or 1 MiB took up to a fifth longer, perhaps since
 buffers at distances of a power of two compete for lines of a cache."""
 SLICE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: as much of all ranks should fit into its core's cache."""
@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 AGREEMENT_BYTES = 64 << 10
 """The most that travels between nodes with the agreement on a call."""
 WHOLE_BYTES = 16 << 10
-"""The most that is reduced whole with it, where each rank keeps a slice."""
+"""The most that a reduce-scatter reduces whole with it."""
 NETWORK_BUFFERS = 4
 """Buffers of each rank for chunks that go between nodes: one is written, two are under way, one is read."""
 NETWORK_CHUNK_BYTES = 2 << 20
@@ -42,7 +42,7 @@ ALONE_CHUNK_BYTES = 32 << 20
 """How much of a tensor a rank that is alone on its node sends at a time."""
 SLICED_FROM_BYTES = 4 << 20
 """From here on slices are exchanged between more than two nodes with MPICH, whose own all-reduce of 25 MiB on four
-takes 1.6 times as long on a link of 1 Gbit/s, and as long where there is no limit."""
+takes 1.6 times as long on a link of 1 Gbit/s, and as long without a limit."""
 SLICED_FROM_BYTES_OPEN_MPI = 512 << 10
 """The same for each node with Open MPI, whose blocking all-reduce takes half of a core that computes. It sends all
 slices of an exchange at once: small ones of many nodes meet in the switch, and some are lost."""
@@ -66,7 +66,7 @@ FIRST_SEGMENT_BYTES = 64 << 20
 KEPT_FREE_BYTES = 64 << 20
 """Memory of all ranks of a node together that free ranges of symmetric memory keep for the next tensors."""
 STAGING_BYTES = 32 << 20
-"""Staging of all ranks together where each rank uses many buffers: more than their caches hold."""
+"""Staging of all ranks together if each uses many buffers: more than their caches hold."""
 PROBE_BYTES = 256 << 10
 """How much is written to find out how long a line takes."""
 SLOW_LINE_SECONDS = 4e-9

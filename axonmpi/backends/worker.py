@@ -23,7 +23,7 @@ from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
 Waiting = Callable[..., AbstractContextManager[None]]
-"""Makes what is around a wait, so that others hear of it: `waiting(gives_up=...)`, whether it has a time limit."""
+"""Makes the context manager around a wait, which records it: `waiting(gives_up=...)`, whether it has a limit."""
 
 
 def unheard(*, gives_up: bool) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class WorkerWork(Work):
         return self._worker.is_current
 
     def done(self) -> bool:
-        """Say whether the operation is complete or has failed."""
+        """Return True if the operation is complete or has failed."""
         return self._complete
 
     def result(self) -> Any:
@@ -142,7 +142,7 @@ class Worker:
         """Queue `task` behind the operations already there, or run it now, on the worker's thread.
 
         Args:
-            operation: What to call it.
+            operation: Its name.
             task: Does it; returns its value.
             waiting: Makes a context manager for each wait for it.
         """

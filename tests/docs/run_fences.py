@@ -1,4 +1,4 @@
-"""Runs the examples of pages one after the other in this interpreter: `run_fences.py FILE`.
+"""The program that runs examples of pages, one after the other, in this interpreter: `run_fences.py FILE`.
 
 The file is JSON: a list of {page, folder, fences}; fences are pairs of a line and code. A traceback shows the page
 and its line. Each page starts afresh, in its own folder.

@@ -1,4 +1,4 @@
-"""The pages speak of everything there is: public names, errors, settings, modules."""
+"""Completeness of the pages: public names, errors, settings, packages, links."""
 
 import re
 
@@ -54,6 +54,14 @@ def test_every_package_is_in_the_picture():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+    assert [target for target, _ in links if not (page.parent / target).exists()] == []
+    anchors = [(page.parent / target if target else page, anchor) for target, anchor in links if anchor]
+    assert [(path.name, anchor) for path, anchor in anchors if anchor not in anchors_of(path)] == []
+
+
+def anchors_of(page):
+    """Return the anchors of a page's headings, as Sphinx and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

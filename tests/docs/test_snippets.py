@@ -35,10 +35,10 @@ QUICK = [
     "--no-plot",
     "--device=cpu",
 ]
-"""What the trainer is told besides what a page says, to be quicker about it."""
+"""Further arguments of the trainer's commands on pages, so that they take seconds."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 OF_OTHERS = re.compile(r"^(?:from|import) (accelerate|lightning)\b", re.MULTILINE)
-"""Packages of the extra `interop`: a program that needs them runs where they are."""
+"""Packages of the extra `interop`: programs that need them run if they are installed."""
 
 
 def examples_of(page: Path) -> list[Fence]:
@@ -118,7 +118,7 @@ def test_commands_of_a_page_run(page, folder_of):
 
 @pytest.mark.parametrize("ranks", sorted({ranks for page in PAGES for ranks, *_ in programs_of(page)}))
 def test_examples_run(ranks, folder_of, tmp_path):
-    """Examples may look at what the commands of their page have written.
+    """Examples may read files that the commands of their page have written.
 
     All that are for the same number of ranks run in one job, page after page; those for no number of ranks on one
     rank. A job takes longer to start than its examples to run.
@@ -148,7 +148,7 @@ GPU_PROGRAMS = [
 
 @pytest.mark.parametrize(("page", "ranks"), GPU_PROGRAMS, ids=lambda value: getattr(value, "name", value))
 def test_examples_for_gpus_run_over_a_double_of_nccl(page, ranks, monkeypatch):
-    """An example for fewer GPUs goes on where those for more have ended."""
+    """An example for fewer GPUs continues the program of those for more."""
     fences = [fence for fence in python_of(page) if fence.gpus >= ranks]
     codes = [compile("\n" * fence.line + fence.code, str(page), "exec") for fence in fences]
 
@@ -167,7 +167,7 @@ def test_examples_for_gpus_run_over_a_double_of_nccl(page, ranks, monkeypatch):
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
-    """Make a folder with what is seen at the top of the repository, and the files that a page shows."""
+    """Make a folder with links to the repository's files, and with the files that a page shows."""
     folder.mkdir()
     for entry in REPOSITORY.iterdir():
         if not entry.name.startswith("."):
@@ -201,5 +201,5 @@ def check_arguments(name: str, *arguments: str) -> None:
         train.parse(arguments)
         return
     with pytest.raises(SystemExit) as end:
-        cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
+        cli.main([name, *arguments, "--help"])  # arguments before --help are checked first
     assert end.value.code == 0, shlex.join(arguments)

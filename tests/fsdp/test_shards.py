@@ -305,7 +305,7 @@ def table() -> str:
         "`ValueError` on every rank": REFUSED,
         "an error on every rank, of the next forward at the latest": CHANGED,
     }
-    rows = ["| what | outcome |", "| --- | --- |"]
+    rows = ["| operation | outcome |", "| --- | --- |"]
     for outcome, names in outcomes.items():
         kinds = {"init.": [], "utils.": [], "": []}
         for name in names:

@@ -1,4 +1,4 @@
-"""The fenced blocks of the README and of the pages, and what a block's first line says about how it is run."""
+"""The fenced blocks of the README and of the pages, and the conditions for running each, from its first line."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Fence:
 
     Attributes:
         line: Number of the line that opens it, from 1.
-        language: What stands behind the three marks.
+        language: The word after the three marks.
         code: Its text.
         fresh_machine: Whether it is a long set-up, run on a fresh machine only.
     """

@@ -436,7 +436,7 @@ class _BufferViews:
     Attributes:
         inputs: Memory for this rank's data around its slice.
         parts: [ranks of the node] their data of the own slice; this rank's lies in the tensor.
-        result: Memory for the reduction of the own slice, where this rank puts nothing in.
+        result: Memory for the reduction of the own slice, not an input of this rank.
         result_bytes: The same memory as bytes.
         outputs: [other ranks of the node] the reductions of their slices.
     """
@@ -462,8 +462,8 @@ class _Chunk:
     Attributes:
         layout: Its layout.
         own: The own slice, as an array: the garbage collector lists tensors.
-        sources: The data around it, which goes into staging.
-        targets: [other ranks of the node] where the results of their slices go.
+        sources: The data around it, which is copied into staging.
+        targets: [other ranks of the node] memory for the results of their slices.
     """
 
     __slots__ = ("layout", "own", "sources", "targets")

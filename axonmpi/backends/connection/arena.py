@@ -39,7 +39,7 @@ class FreeList:
         self.ranges = [(0, size)]
 
     def take(self, size: int, alignment: int) -> int | None:
-        """Take `size` bytes; return where they begin, None if there is no such range."""
+        """Take `size` bytes; return their offset, None if there is no such range."""
         for index, (start, stop) in enumerate(self.ranges):
             begin = round_up(start, alignment)
             if begin + size <= stop:
@@ -94,7 +94,7 @@ class Arena:
         self._numbers = count()
 
     def allocate(self, nbytes: int, *, common: bool = False) -> Block | str:
-        """Find a block of `nbytes` bytes and back it with memory; collective. Returns what went wrong as a text.
+        """Find a block of `nbytes` bytes and back it with memory; collective. Returns the reason of a failure.
 
         Args:
             nbytes: Its size.
@@ -186,7 +186,7 @@ class Arena:
         self._blocks.clear()
 
     def symmetric(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 of shared memory, ordinary memory where there is not enough; collective."""
+        """Return [nbytes] uint8 of shared memory, ordinary memory if there is not enough; collective."""
         block = self.allocate(nbytes)
         if isinstance(block, Block):
             return self.tensor(block, nbytes)
@@ -231,7 +231,7 @@ class Arena:
         return 0
 
     def is_common(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the first rank's memory, which is what all may have in common; local."""
+        """Return True if a tensor is in the first rank's memory, which is common to all; local."""
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes
         return any(
             0 <= pointer - segment.addresses[0] <= segment.region_bytes - nbytes for segment in self.segments

@@ -73,7 +73,7 @@ class NodeBarrier:
 
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
-        spins: How often a rank looks before it yields: where each has a core, the others arrive soon.
+        spins: How often a rank looks before it yields: if each has a core, the others arrive soon.
         sync: The memory barrier, as given.
         timeout: The same as given.
     """

@@ -79,7 +79,7 @@ def _scratch() -> Tensor:
 
 @dataclass
 class Connection:
-    """The ranks of one group, and what carries data between them.
+    """The ranks of one group, and the paths of data between them.
 
     Attributes:
         topology: Their nodes and lanes.

@@ -5,9 +5,9 @@ that follow from the call alone: mismatched MPI collectives would hang, crash or
 generator of `Steps`: it yields each request that has to be complete before it goes on, so that a rank can do
 something else meanwhile, and wait asleep beside a computation.
 
-Sums are MPI's own where it adds as torch does. The rest is exchanged in slices and reduced here, in the order of
-the nodes: 16-bit types, MIN and MAX of floats, for which MPI loses NaN, and large data, of which MPICH sends more
-than it has to, and for which Open MPI's non-blocking reductions take twice as long (Rabenseifner 2004,
+Sums are MPI's own for dtypes that it adds as torch does. The rest is exchanged in slices and reduced here, in the
+order of the nodes: 16-bit types, MIN and MAX of floats, for which MPI loses NaN, and large data, of which MPICH
+sends more than it has to, and for which Open MPI's non-blocking reductions take twice as long (Rabenseifner 2004,
 "Optimization of collective reduction operations"):
 
     all-to-all of slices → local reduction → all-gather         2(n−1)/n of the bytes

@@ -2,7 +2,7 @@
 
 In each of log2 n rounds a peer swaps a message with another one, at half the distance of the round before
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH"). Messages
-are the same whatever the call, so they always match, even where the calls differ:
+are the same for every call, so they always match, even if the calls differ:
 
     | key, -key, number, -number, flag: 40 bytes, of which all keep the largest | up to 64 KiB of data |
 

@@ -37,7 +37,7 @@ class Segment:
         region_bytes: Size of each region, a multiple of the page size.
         regions: [local ranks] the regions as bytes, in the order of the node's communicator.
         own: This rank's index in `regions`.
-        addresses: [local ranks] where each region begins in this process.
+        addresses: [local ranks] address of each region in this process.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Segment:
         return str(problems[0]) if problems else joined
 
     def populate(self, start: int, stop: int, region: int | None = None) -> str | None:
-        """Back bytes of a region, by default the own, with memory; local. Returns what went wrong."""
+        """Back bytes of a region, by default the own, with memory; local. Returns the reason of a failure."""
         first = (self.own if region is None else region) * self.region_bytes + start // PAGE * PAGE
         length = round_up(stop, PAGE) - start // PAGE * PAGE
         return _attempt(lambda: self._reserve(first, length)) if length else None
@@ -124,7 +124,7 @@ def _accept(offered: tuple[int, int, int, int], total: int) -> tuple[mmap.mmap, 
 
 
 def _attempt(action: Callable[[], Any]) -> Any:
-    """Return what `action` returns, or what went wrong as a text."""
+    """Return the result of `action`, or the reason of its failure as a text."""
     try:
         return action()
     except (OSError, ValueError, AttributeError) as error:
@@ -148,7 +148,7 @@ def warn_no_shared_memory(reason: str) -> None:
 
 
 def remedy(reason: str) -> str:
-    """Say what helps where memory could not be shared for a reason; local."""
+    """Return the remedy for a reason for which memory could not be shared; local."""
     if os.strerror(errno.EMFILE) in reason:
         return (
             "raise the limit on open files (ulimit -n), or release groups that are used no more with group.close()"

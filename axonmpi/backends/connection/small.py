@@ -31,7 +31,7 @@ from .topology import Bytes
 
 
 class _Small:
-    """What small reductions of one dtype, shape and operation have in staging.
+    """Buffers in staging for small reductions of one dtype, shape and operation.
 
     Args:
         ranks: The group.

@@ -96,7 +96,7 @@ class Topology:
         return int(self._node[rank]), int(self._local[rank])
 
     def cells(self, width: int) -> Integers:
-        """Return the index of each rank's cell, [ranks], where each node has `width` cells; local."""
+        """Return the index of each rank's cell, [ranks], with `width` cells for each node; local."""
         return self._node * width + self._local
 
 

@@ -51,10 +51,10 @@ class LoggedCall:
 
     Attributes:
         operation: Name of the operation, as in `Backend`.
-        dtype: Dtype of this rank's tensor, None where there is none.
-        shape: Its shape; -1 where the ranks may differ.
-        op: The reduction, None where there is none.
-        root: Root, source or destination rank within the group, None where there is none.
+        dtype: Dtype of this rank's tensor, or None.
+        shape: Its shape; -1 for dimensions in which the ranks may differ.
+        op: The reduction, or None.
+        root: Root, source or destination rank within the group, or None.
         nbytes: Size of this rank's tensor.
         ranks: Global mock ranks of the group.
     """
@@ -95,7 +95,7 @@ class _ReceiveWork(Work):
         self._complete = True
 
     def done(self) -> bool:
-        """Say whether the message is there, was of another size, or will never come."""
+        """Return True if the message is there, was of another size, or will never come."""
         if not self._complete and self._backend.rendezvous.is_settled(self._channel, self._ticket):
             self._receive(None)
         return self._complete
@@ -110,7 +110,7 @@ class MockBackend(Backend):
 
     Attributes:
         log: The latest operations of this rank in this group, a list of `LoggedCall` that may be cleared.
-        rendezvous: Where the ranks of the group meet.
+        rendezvous: The meeting point of the group's ranks.
     """
 
     name = "mock"
@@ -153,7 +153,7 @@ class MockBackend(Backend):
     def leave(self) -> None:
         """Say that this rank has returned: ranks that wait for a call of it raise `CollectiveMismatchError`; local.
 
-        What the rank has begun in any of its groups is done before.
+        Operations that the rank has begun in any of its groups are done before.
         """
         self.rendezvous.world.leave(self.rendezvous.ranks[self.rank])
 
@@ -231,7 +231,7 @@ class MockBackend(Backend):
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
+        """Ranks of this group that share the memory of `node_empty`; local. See `Backend.node_ranks`."""
         nodes = [pretended_node(rank) for rank in self.rendezvous.ranks]
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
 

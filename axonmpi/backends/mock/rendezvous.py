@@ -1,4 +1,4 @@
-"""Where mock ranks meet.
+"""The meeting points of mock ranks, which are threads.
 
 A `MockWorld` has a `Rendezvous` for each of its groups. A rank that fails tells the world, and every rank that
 waits at any rendezvous, now or later, raises `RankFailedError`. A rank that has returned leaves each rendezvous
@@ -24,7 +24,7 @@ from ..worker import Worker
 
 
 class MockWorld:
-    """What all groups of one mock world share: one lock, the failed ranks and the rendezvous."""
+    """State of one mock world, common to its groups: a lock, the failed ranks and the rendezvous."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -79,7 +79,7 @@ class MockWorld:
 
 
 class Rendezvous:
-    """Where the ranks of one group meet."""
+    """The meeting point of one group's ranks."""
 
     def __init__(self, world: MockWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -95,12 +95,12 @@ class Rendezvous:
         self._released: set[int] = set()
 
     def enter(self, rank: int, worker: Worker) -> None:
-        """Say which worker runs the asynchronous operations of a member; local."""
+        """Register the worker for the asynchronous operations of a member; local."""
         with self.world.changed:
             self._workers[rank] = worker
 
     def leave_when_idle(self, rank: int) -> None:
-        """Let a member leave, after what it has begun; local."""
+        """Let a member leave when its operations are done; local."""
         worker = self._workers.get(rank)
         if worker is not None and worker.busy:
             worker.submit("return", partial(self._leave, rank))
@@ -155,16 +155,16 @@ class Rendezvous:
             self.world.changed.notify_all()
 
     def ticket(self, channel: tuple[int, int, int]) -> int:
-        """Say which message of the channel a receive, posted now, will get."""
+        """Return the number of the channel's message that a receive, posted now, will get."""
         with self.world.changed:
             return next(self._tickets[channel])
 
     def arrived(self, channel: tuple[int, int, int], ticket: int) -> bool:
-        """Say whether a message is there; local."""
+        """Return True if a message is there; local."""
         return ticket in self._messages[channel]
 
     def is_settled(self, channel: tuple[int, int, int], ticket: int) -> bool:
-        """Say whether a message is there, or never will be as its sender has returned; local."""
+        """Return True if a message is there, or never will be as its sender has returned; local."""
         return self.arrived(channel, ticket) or channel[0] in self._left
 
     def take(self, channel: tuple[int, int, int], ticket: int, timeout: float | None) -> Tensor:

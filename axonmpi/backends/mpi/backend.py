@@ -77,7 +77,7 @@ def _register_with_exits() -> None:
 
 
 def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
-    """Return what ranks of a group know it by; collective.
+    """Return the identity of a group; collective.
 
     Returns:
         A number that no other group has; the world's number of the group's rank 0; the step to those of the others,
@@ -95,7 +95,7 @@ def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
 
 @contextmanager
 def _making_communicators(mpi: Any) -> Iterator[None]:
-    """Say what to do where MPI has no communicator left."""
+    """Raise an error with the remedy if MPI has no communicator left."""
     try:
         yield
     except mpi.Exception as error:
@@ -193,7 +193,7 @@ class MpiBackend(Backend):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether what is gathered before it is used, beside computation, is there sooner for that."""
+        """Whether it saves time to gather early, beside computation."""
         # With Open MPI steps of fully sharded training took an eighth longer for it.
         is_late = self.path == "plain" and self._is_open_mpi
         return self.overlaps and (self.cores.spare or not is_late)
@@ -351,7 +351,7 @@ class MpiBackend(Backend):
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
+        """Ranks of this group that share the memory of `node_empty`; local. See `Backend.node_ranks`."""
         return self._node_ranks
 
     def _node_empty(self, call: Call) -> Tensor:

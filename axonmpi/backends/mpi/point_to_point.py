@@ -1,7 +1,7 @@
 """Point-to-point messages of bytes over MPI.
 
-Messages go out on the caller's thread. One larger than what a single MPI call may carry goes in several pieces,
-which arrive in order; the last one is shorter. A receiver looks at a piece's size before it takes it, so a message
+Messages go out on the caller's thread. One that is too large for a single MPI call goes in several pieces, which
+arrive in order; the last one is shorter. A receiver looks at a piece's size before it takes it, so a message
 of another size is an error that says both sizes, never a message cut short.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TAG_OF_PAIRS = TAG_OF_ROUNDS + 1
-"""Of what a collective sends from one rank to another."""
+"""Tag of messages that a collective sends from one rank to another."""
 FIRST_TAG_OF_USERS = TAG_OF_PAIRS + 1
 """A group has one communicator for all messages, since an MPI library has room for few of them; all libraries have
 larger tags than the 32,767 that a user may choose."""
@@ -156,7 +156,7 @@ class RequestWork(Work):
     """Messages under way, as MPI requests.
 
     Attributes:
-        waiting: Makes what is around each wait for them.
+        waiting: Makes the context manager around each wait for them.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RequestWork(Work):
             with self.waiting(gives_up=limit is not None):
                 if limit is None and not self._port.unmatched:
                     self._ask(self._port.mpi.Request.Waitall)
-                # Polling is what makes MPI progress; between polls the core belongs to others.
+                # MPI progresses only while it is polled; between polls the core belongs to others.
                 elif not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), limit):
                     raise CollectiveTimeoutError(f"{self._what} was not complete after {limit:g} s")
         if self._error is not None:
@@ -204,7 +204,7 @@ class RequestWork(Work):
         return self._source
 
     def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
-        """Say whether the messages are through by what MPI answers, and keep how they have ended."""
+        """Return True if the messages are complete by MPI's answer, and keep their outcome."""
         if self._data is None:
             return True
         statuses = [self._port.mpi.Status() for _ in self._requests]

@@ -1,6 +1,6 @@
 """Communicators of GPUs, by NCCL: how they are made, divided and ended.
 
-A call returns when the GPU was told, which takes microseconds; what the caller tells the GPU after a blocking
+A call returns when it is enqueued, which takes microseconds; work that the caller enqueues after a blocking
 operation begins after it. The CPUs of the ranks do not meet, so calls that differ are noticed by NCCL at best,
 as a hang at worst: `AXONMPI_DEBUG=1` compares them first, over the CPUs.
 
@@ -40,7 +40,7 @@ class NcclBackend(NcclOperations):
         device: This rank's GPU: its number, or a `torch.device`.
         timeout: Seconds that a blocking operation may take on the GPU; with it each blocks the CPU. None: neither.
         host: The same ranks over their CPUs: carries tensors on the CPU, barriers, sizes that receivers have to
-            know, and with `AXONMPI_DEBUG=1` what the ranks call. Without it the group takes tensors on GPUs only.
+            know, and with `AXONMPI_DEBUG=1` the ranks' calls. Without it the group takes tensors on GPUs only.
 
     Attributes:
         device: This rank's GPU.
@@ -130,7 +130,7 @@ class NcclBackend(NcclOperations):
 
         Args:
             host: All ranks over their CPUs.
-            topology: Where this rank is.
+            topology: The ranks' nodes.
 
         Raises:
             NcclError: A rank has no GPU or no NCCL, two have one GPU, or versions differ; on all ranks.
@@ -228,7 +228,7 @@ class NcclBackend(NcclOperations):
     # ---- life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Tell the GPU what is posted, wait for it, and release the communicators; collective in effect.
+        """Enqueue the posted messages, wait for them, and release the communicators; collective in effect.
 
         It may be called twice.
 
@@ -247,7 +247,7 @@ class NcclBackend(NcclOperations):
         self._streams.check("synchronize", self._streams.main)
 
     def abort(self, code: int = 1) -> None:
-        """End what this rank's GPU does for the group, also what waits for others, then the whole job; local.
+        """End this rank's work on the GPU for the group, also operations that wait for others, then the job; local.
 
         Without CPUs that are connected the job goes on: all ranks have to abort, or to end.
 
@@ -255,11 +255,11 @@ class NcclBackend(NcclOperations):
             code: Exit code of the job.
         """
         if self.host is not None and self.is_open:
-            self.host.abort(code)  # under MPI it ends the process, and with it what its GPU does
+            self.host.abort(code)  # under MPI it ends the process, and with it the work on its GPU
         self.abort_communicator()
 
     def abort_communicator(self) -> None:
-        """End what this rank's GPU does for the group, also what waits for others; local.
+        """End this rank's work on the GPU for the group, also operations that wait for others; local.
 
         The group cannot be used any more. NCCL asks all ranks to do so.
 

@@ -1,8 +1,8 @@
-"""How the ranks of a group come to one NCCL communicator, over a backend that they have already.
+"""The start of NCCL: one communicator for the ranks of a group, over a backend that they have already.
 
-    1. each rank looks for its GPU and for NCCL; all tell each other what they found
+    1. each rank looks for its GPU and for NCCL; all exchange the results
     2. rank 0 makes a unique id; the id or the error is broadcast
-    3. each rank connects, on a thread; rank 0 hears from all how that went, and tells all
+    3. each rank connects, on a thread; rank 0 gathers the outcomes, and sends them to all
 
 A rank that fails in 1 or 2, or in 3 while others wait for it inside NCCL, is the same error on all ranks.
 """
@@ -32,7 +32,7 @@ _TEXT_BYTES = 2048
 
 
 def agree_on(host: Backend, find: Callable[[], _Found]) -> list[_Found]:
-    """Return what `find` returns on each rank, in rank order; collective.
+    """Return the results of `find` on all ranks, in rank order; collective.
 
     Args:
         host: The ranks.
@@ -196,7 +196,7 @@ class _Attempt:
 
 
 class _Verdict:
-    """Whether the ranks all have succeeded, or what failed first; rank 0 hears from all and tells all."""
+    """The outcome on all ranks, or the first failure; rank 0 gathers the outcomes and sends the result to all."""
 
     def __init__(self, host: Backend) -> None:
         self.text = ""
@@ -207,7 +207,7 @@ class _Verdict:
         self._receives = {source: self._receive(source) for source in sources}
 
     def is_known(self, outcome: str | None) -> bool:
-        """Say whether all is decided; local.
+        """Return True if all is decided; local.
 
         Args:
             outcome: This rank's: None while it is open, empty if it succeeded, else the error.

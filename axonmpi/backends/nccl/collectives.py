@@ -1,4 +1,4 @@
-"""What NCCL does with the tensors of one rank, on one stream: that of its group, or the caller's.
+"""Collectives of NCCL on the tensors of one rank, on one stream: that of its group, or the caller's.
 
 Each method tells the GPU and returns. Torch's own part, as bringing a tensor into one piece of memory, happens on
 the same stream; results are allocated for the caller's stream, which begins with them after the operation. On that
@@ -58,12 +58,12 @@ class StreamCollectives:
         self.use_own_stream()
 
     def use_own_stream(self) -> None:
-        """Tell what follows to the group's stream; local."""
+        """Enqueue the following calls on the group's stream; local."""
         self._on_caller = False
         self.stream, self._handle = self._own
 
     def use(self, stream: Any) -> None:
-        """Tell what follows to the caller's current stream; local."""
+        """Enqueue the following calls on the caller's current stream; local."""
         self._on_caller = True
         self.stream, self._handle = stream, self._device.handle(stream)
 
@@ -72,7 +72,7 @@ class StreamCollectives:
         return nullcontext() if self._on_caller else self._device.within(self.stream)
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keep memory until the group's stream has done what it was told; local."""
+        """Keep memory until the group's stream has run all calls so far; local."""
         if not self._on_caller:
             for tensor in tensors:
                 self._device.keep(tensor, self.stream)
@@ -89,7 +89,7 @@ class StreamCollectives:
 
     @contextmanager
     def _written(self, tensor: Tensor, dtype: torch.dtype, *, writes: bool = True) -> Iterator[Tensor]:
-        """Give contiguous memory of `dtype` with a tensor's values, and write it back where it is other memory."""
+        """Give contiguous memory of `dtype` with a tensor's values, and write it back if it is a copy."""
         self.keep(tensor)
         if writes:
             torch.autograd.graph.increment_version(tensor)
@@ -139,7 +139,7 @@ class StreamCollectives:
     def _reduce_gathered(
         self, tensor: Tensor, op: ReduceOp, target: Tensor | None, chosen: slice = slice(None)
     ) -> None:
-        """Reduce, in rank order, what NCCL has no reduction for, into `target` if given; collective."""
+        """Reduce in rank order, without a reduction of NCCL's, into `target` if given; collective."""
         self.keep(tensor)
         with self.on_stream():
             own = in_memory(tensor)
@@ -239,7 +239,7 @@ class StreamCollectives:
         """Fill contiguous memory with the rows of all ranks, on the stream; collective.
 
         Args:
-            whole: What is filled.
+            whole: The tensor to fill.
             own: This rank's rows; None: they are there already.
             rows: How many each rank has.
         """
@@ -276,7 +276,7 @@ class StreamCollectives:
                         self._communicator.recv(bytes_or_native(received), rank, stream=self._handle)
 
     def barrier(self) -> None:
-        """Let what the stream is told from now on begin when all ranks have told theirs; collective."""
+        """Let later work of the stream begin when all ranks have enqueued the barrier; collective."""
         with self.on_stream():
             one = torch.zeros(1, dtype=torch.uint8, device=self._device.place)
             self._communicator.allreduce(one, one, self._core.NcclRedOp.MAX, stream=self._handle)

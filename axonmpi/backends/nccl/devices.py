@@ -1,4 +1,4 @@
-"""Which GPU a rank uses: the one with its number on the node, if that is visible and no other rank's."""
+"""The GPU of a rank: the visible GPU whose index is the local rank, if no other rank uses it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class ChosenDevice:
 
 
 def may_share() -> bool:
-    """Say whether several ranks may use one GPU, as the user and NCCL's version allow; local."""
+    """Return True if the user and NCCL's version allow several ranks on one GPU; local."""
     return shares_gpus() and library.nccl_version() >= _SHARING_SINCE
 
 
 def choose_device(topology: Topology) -> ChosenDevice:
     """Return the GPU of this rank; local.
 
-    A process that sees one GPU, as where Slurm gives each task its own, uses that; else each uses the one with its
-    number on the node.
+    A process that sees one GPU, as under Slurm with a GPU for each task, uses that; else each uses the GPU whose
+    index is its local rank.
 
     Raises:
         NcclError: There is no CUDA, no NCCL, or fewer GPUs than ranks on this node.
@@ -66,7 +66,7 @@ def choose_device(topology: Topology) -> ChosenDevice:
     index = number % count
     try:
         identity = gpu_identity(index)
-    except RuntimeError as error:  # torch's, where CUDA does not start
+    except RuntimeError as error:  # torch's, if CUDA does not start
         raise NcclError(f"GPU {index} cannot be used: {error}; look at nvidia-smi, and at its driver") from error
     return ChosenDevice(index, identity, version)
 

@@ -1,4 +1,4 @@
-"""How tensors of each dtype are sent and reduced by NCCL, which knows a dozen.
+"""Dtypes and reductions of NCCL, and substitutes for those that it does not have.
 
     dtype                                          sent as                reduced as
     float16 32 64, bfloat16, int8 32 64,           itself                 itself
@@ -7,8 +7,8 @@
     complex64, complex128                          bytes                  twice as many real numbers
     int16, uint16, complex32, other float8         bytes                  int32, complex64, float32, and back
 
-Products of complex numbers and bitwise reductions are made of what all ranks have, in rank order. Sums of 16-bit
-and 8-bit floats are rounded at each step on the way, other than on the CPU.
+Products of complex numbers and bitwise reductions are computed here from all ranks' tensors, in rank order. Sums of
+16-bit and 8-bit floats are rounded at each step on the way, other than on the CPU.
 
 Source: ncclDataType_t and ncclRedOp_t, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html.
 """
@@ -47,7 +47,7 @@ _LOGICAL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", R
 
 
 def is_native_reduction(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Say whether NCCL can reduce tensors of a dtype, seen as `reducible_view` shows them; local."""
+    """Return True if NCCL can reduce tensors of a dtype, seen as `reducible_view` shows them; local."""
     return op in _OPS and not (dtype.is_complex and op is ReduceOp.PRODUCT)
 
 
@@ -76,7 +76,7 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is one piece of memory in the order of its elements, with their values; local."""
+    """Return True if a tensor is contiguous memory in the order of its elements, with their values; local."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

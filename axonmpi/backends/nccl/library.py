@@ -1,6 +1,6 @@
 """Finding NCCL: nccl4py, NVIDIA's binding, and the libnccl that it loads.
 
-Both are loaded when they are first needed. nccl4py takes the libnccl that is loaded already, which is torch's where
+Both are loaded when they are first needed. nccl4py takes the libnccl that is loaded already, which is torch's if
 torch has one, else that of the package `nvidia-nccl-cu13` or `-cu12`, else one on `LD_LIBRARY_PATH`.
 
 Source: nccl4py 0.6, `nccl.core`; https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/.
@@ -32,7 +32,7 @@ _MENDS = {
 
 
 class NcclUniqueId:
-    """What the ranks of a communicator recognise each other by; made by `NcclBackend.generate_unique_id`.
+    """The unique id of a communicator's ranks; made by `NcclBackend.generate_unique_id`.
 
     Args:
         content: 128 bytes, as `bytes(unique_id)` gives them.
@@ -151,7 +151,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def library_text() -> str:
-    """Describe NCCL and its binding: versions, the CUDA that it is for, and where it is; local, needs no GPU.
+    """Describe NCCL and its binding: versions, the CUDA that it is for, its path; local, needs no GPU.
 
     Raises:
         NcclError: NCCL cannot be loaded.
@@ -162,11 +162,11 @@ def library_text() -> str:
 
 
 def nccl_error(what: str, error: Exception, communicator: Any = None) -> NcclError:
-    """Make the error that says what failed, what NCCL said about it, and what likely mends it; local.
+    """Make the error with the failed operation, NCCL's own message and a likely remedy; local.
 
     Args:
         what: The operation and the rank.
-        error: What nccl4py raised.
+        error: The exception of nccl4py.
         communicator: Asked for NCCL's own last error, if given.
     """
     lines = [f"{what}: {error}"]

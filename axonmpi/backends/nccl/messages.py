@@ -1,7 +1,7 @@
 """Messages between two GPUs.
 
-NCCL does what it is told for one communicator in one order: a rank that first receives would wait for one that
-first receives, too. So messages of a group are posted, and told to the GPU in one launch as soon as somebody waits
+NCCL runs the operations of one communicator in one order: a rank that first receives would wait for one that
+first receives, too. So messages of a group are posted, and enqueued in one launch as soon as somebody waits
 for one of them, or calls another operation. Pairs that are connected beforehand have a communicator and a stream
 for each direction: a message is under way as soon as it is sent, beside all others.
 """
@@ -51,11 +51,11 @@ class _Message(Work):
         return self.work
 
     def wait(self, timeout: Seconds | None = None) -> None:
-        """Let what this thread tells the GPU from now on begin after the message; see `NcclWork.wait`."""
+        """Let later work of this thread's current stream begin after the message; see `NcclWork.wait`."""
         self._launched().wait(timeout)
 
     def done(self) -> bool:
-        """Say whether the GPU has sent or received the message."""
+        """Return True if the GPU has sent or received the message."""
         return self._launched().done()
 
     def result(self) -> None:

@@ -1,6 +1,6 @@
 """Operations of a group of GPUs: NCCL runs them, or the CPUs' backend of the same ranks.
 
-Ranks exchange sizes over the CPUs first, if the group has a CPU backend, where the receiver cannot know them:
+Ranks exchange sizes that the receiver cannot know over the CPUs first, if the group has a CPU backend: for
 all_gather without `sizes`, gather, scatter, all_to_all of free shapes.
 
 NCCL's collectives on tensors are in `collectives.py`, its messages in `messages.py`.
@@ -40,7 +40,7 @@ from .streams import Streams
 
 
 class NcclOperations(Backend):
-    """What a communicator of GPUs does between its making and its end.
+    """The operations of a communicator of GPUs.
 
     Args:
         communicator: nccl4py's, connected.
@@ -82,7 +82,7 @@ class NcclOperations(Backend):
         self._compares = host is not None and debugs()
 
     def on(self, place: torch.device) -> Backend:
-        """Return what carries tensors on a device: itself for its GPU, else the CPUs' backend; local."""
+        """Return the backend for tensors on a device: itself for its GPU, else the CPUs' backend; local."""
         return self if self.host is None or place.type == self.device.type else self.host
 
     @property
@@ -103,7 +103,7 @@ class NcclOperations(Backend):
         return self._tell(async_op, call, move, *args)
 
     def _prepare(self, call: Call, tensors: Sequence[Tensor]) -> None:
-        """Compare the ranks' calls and where their tensors are, if that is asked for; collective then."""
+        """Compare the ranks' calls and the devices of their tensors, if that is asked for; collective then."""
         self._check_open(call.operation)
         self._messages.flush()  # before the CPUs wait for each other
         if not self._compares:
@@ -134,7 +134,7 @@ class NcclOperations(Backend):
     def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return self._streams.failure(operation, error)
 
-    # ---- what carries a tensor ----------------------------------------------------------------------------
+    # ---- the backend of a tensor --------------------------------------------------------------------------
 
     def _carrier(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return the backend that runs an operation: that of its tensors' device, itself if it has none; local."""
@@ -160,14 +160,14 @@ class NcclOperations(Backend):
         return carrier
 
     def _carrier_of_scatter(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
-        """Return what carries the tensor of the source, which alone has one; collective over the CPUs."""
+        """Return the backend for the tensor of the source, which alone has one; collective over the CPUs."""
         by_gpus = torch.zeros(1, dtype=torch.bool, device="cpu")
         if self.rank == call.root:
             by_gpus.fill_(self._carrier_of(tensors[0], call.operation) is self)
         self.control.broadcast(by_gpus, call.root)
         return self if by_gpus else self.control
 
-    # ---- what the GPU is told -----------------------------------------------------------------------------
+    # ---- work for the GPU ---------------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
         self._collectives.reduce(tensor, call.op, call.root)

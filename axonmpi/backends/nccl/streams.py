@@ -1,6 +1,6 @@
-"""The streams of a group of GPUs: what they are told, whether that failed, and their end.
+"""The streams of a group of GPUs: their operations, failures and end.
 
-    blocking        caller's stream: what it was told ── NCCL ── what it is told next
+    blocking        caller's stream: earlier work ── NCCL ── later work
     asynchronous    caller's stream ── event ──▶ group's stream: NCCL ── event ──▶ Work.wait(): caller's stream
 
 Source: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/.
@@ -86,7 +86,7 @@ class Streams:
     # ---- telling the GPU ----------------------------------------------------------------------------------
 
     def launch(self, channel: Channel, operation: Call | str, move: Callable[..., Any], *args: Any) -> NcclWork:
-        """Tell a stream of the group to do something after what the caller's stream was told; local."""
+        """Enqueue an operation on a stream of the group, after all work of the caller's stream so far; local."""
         device = self._device
         self.check(operation, channel)
         device.wait(channel.stream, device.record(device.current_stream()))

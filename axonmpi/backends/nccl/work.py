@@ -19,10 +19,10 @@ class NcclWork(Work):
     """An operation on a stream of its own.
 
     Args:
-        operation: What it is called.
-        device: Where it runs.
+        operation: Its name.
+        device: Its GPU.
         done: The event behind it.
-        value: What the operation returns.
+        value: The operation's result.
         check: Raises the error that NCCL has come to meanwhile, if any.
 
     Attributes:
@@ -39,7 +39,7 @@ class NcclWork(Work):
         self._check = check
 
     def wait(self, timeout: Seconds | None = None) -> None:
-        """Let what this thread tells the GPU from now on begin after the operation.
+        """Let later work of this thread's current stream begin after the operation.
 
         That does not block; with a time-out it does, until the GPU has done it.
 
@@ -78,7 +78,7 @@ class NcclWork(Work):
             )
 
     def done(self) -> bool:
-        """Say whether the GPU has done the operation.
+        """Return True if the GPU has done the operation.
 
         Raises:
             NcclError: It has not, and the communicator has failed.

@@ -78,7 +78,7 @@ def table(outcomes: list[dict]) -> str:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
     for each in outcomes:
         rows.setdefault((each["fault"], len(each["ranks"])), {})[each["mpi"]] = each
-    heads = ["fault", "nodes", *(f"{mpi}: seconds, exit code" for mpi in libraries), "what is seen"]
+    heads = ["fault", "nodes", *(f"{mpi}: seconds, exit code" for mpi in libraries), "message"]
     lines = [heads, ["---"] * len(heads)]
     for (fault, nodes), found in rows.items():
         cells = [cell(found[mpi]) if mpi in found else "" for mpi in libraries]
