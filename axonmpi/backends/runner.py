@@ -136,7 +136,7 @@ class Runner(ABC):
         return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
-        """Move data; the observer hears of it, and the rank's page says how it has ended."""
+        """Move data; the observer hears of it, and the rank's record has its outcome."""
         observer = self.observer
         if observer is not None:
             observer.enter(operation, nbytes)
@@ -164,7 +164,7 @@ class Runner(ABC):
         number: int = 0,
         gives_up: bool = False,
     ) -> Iterator[None]:
-        """Tell the observer and the rank's page that the block waits, or hands data over; local.
+        """Tell the observer, and note in the rank's record, that the block waits or hands data over; local.
 
         Args:
             operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
@@ -173,7 +173,7 @@ class Runner(ABC):
             nbytes: Size of the data that is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
-            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
+            gives_up: Whether the wait has a time limit: then it is not recorded.
         """
         check_flags(gives_up=gives_up)
         told, observer = "send" if operation == "stage send" else "wait", self.observer
