@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages: `sphinx-build -W -b html docs docs/_build`."""
+"""Settings of Sphinx for these pages: `sphinx-build -W -b html docs docs/_build`."""
 
 from importlib.metadata import version as version_of
 

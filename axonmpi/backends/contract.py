@@ -407,7 +407,7 @@ class Backend(Runner):
         return (self.rank,)
 
     def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor that the ranks of each node have in common; collective.
+        """Allocate a tensor that the ranks of each node share; collective.
 
         All `node_ranks` get the same memory, and have to share it out. It is freed when the last tensor
         on it is gone on all of them.
@@ -437,7 +437,7 @@ class Backend(Runner):
         return tensor
 
     def node_counters(self, count: int) -> NodeCounters:
-        """Make counters that the ranks of each node have in common, all zero; collective.
+        """Make counters that the ranks of each node share, all zero; collective.
 
         Args:
             count: How many, the same on all ranks.

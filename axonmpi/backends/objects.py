@@ -82,7 +82,7 @@ def all_gather_number(backend: Backend, number: int) -> NDArray[np.int32]:
 
 
 def parts_by_node(backend: Backend) -> Parts:
-    """Return the ranks that have memory in common, node by node in the order of their lowest ranks; collective."""
+    """Return the ranks that share memory, node by node in the order of their lowest ranks; collective."""
     lowest = all_gather_number(backend, backend.control.node_ranks[0])
     counts = np.unique(lowest, return_counts=True)[1]
     return Parts(lowest.argsort(kind="stable").astype(np.int32), counts.cumsum())

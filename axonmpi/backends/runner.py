@@ -133,7 +133,7 @@ class Runner(ABC):
         return self._recorded(self.notes.enter(told, 0), operation, move, tensor, peer, tag)
 
     def _recorded(self, note: int, operation: str, move: Callable[..., Any], *args: Any) -> Any:
-        """Move data, and record on the rank's page how the operation has ended."""
+        """Move data, and record in the rank's record how the operation has ended."""
         try:
             result = move(*args)
         except BaseException as error:
@@ -155,7 +155,7 @@ class Runner(ABC):
         number: int = 0,
         gives_up: bool = False,
     ) -> Iterator[None]:
-        """Record on the rank's page that the block waits, or hands data over; local.
+        """Note in the rank's record that the block waits, or hands data over; local.
 
         Args:
             operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
@@ -164,7 +164,7 @@ class Runner(ABC):
             nbytes: Size of the data that is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
-            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
+            gives_up: Whether the wait has a time limit: then it is not recorded.
         """
         check_flags(gives_up=gives_up)
         notes = NoLog() if gives_up else self.notes

@@ -38,7 +38,7 @@ def files_of_each_package() -> dict[str, list[Path]]:
     others = {
         "README.md": [REPOSITORY / "README.md"],
         "tests/README.md": [REPOSITORY / "tests" / "README.md"],
-        "docs": sorted((REPOSITORY / "docs").glob("*.md")),
+        "docs": sorted((REPOSITORY / "docs").glob("*.*")),
         "axonmpi": sorted(PACKAGE.glob("*.py")),
     }
     folders = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))

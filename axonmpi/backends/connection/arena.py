@@ -208,7 +208,7 @@ class Arena:
         return self.tensor(block, nbytes, common=True)
 
     def tensor(self, block: Block, nbytes: int, *, common: bool = False) -> Tensor:
-        """Return a block's memory, this rank's or that in common, [nbytes] uint8; local.
+        """Return a block's memory, this rank's or the first rank's, [nbytes] uint8; local.
 
         The block is noted as dropped once no tensor uses it.
         """

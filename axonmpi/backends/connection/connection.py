@@ -204,7 +204,7 @@ class Connection:
         return flat_zeros(nbytes, torch.uint8) if self.arena is None else self.arena.symmetric(nbytes)
 
     def node_empty(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 that the ranks of this node have in common; collective, agreed already.
+        """Return [nbytes] uint8 that the ranks of this node share; collective, agreed already.
 
         Raises:
             MemoryError: There is not enough, on any rank.

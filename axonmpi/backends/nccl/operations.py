@@ -304,7 +304,7 @@ class NcclOperations(Backend):
         return self._symmetric_empty(call)
 
     def node_counters(self, count: int) -> NodeCounters:
-        """Make counters that the CPUs of each node have in common, all zero; collective. See `Backend`."""
+        """Make counters that the CPUs of each node share, all zero; collective. See `Backend`."""
         if self.host is None:
             raise CommunicatorError("node_counters: GPUs have none in common; use init_process_group('mpi+nccl')")
         return self.host.node_counters(count)
