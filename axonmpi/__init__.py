@@ -5,6 +5,10 @@
     ax.init_process_group()                         # under mpirun or srun; alone it is a world of one rank
     model = ax.DistributedDataParallel(model)       # gradients are averaged while backward runs
 
+`comm` has the collectives; `ddp`, `fsdp`, `tensor` and `pipeline` distribute a model, and `mesh` combines them;
+`checkpoint` saves and loads at any number of ranks. docs/architecture.md lists the packages in the order in which
+they may import each other.
+
 Importing this package starts nothing: no MPI, no CUDA, no thread.
 """
 

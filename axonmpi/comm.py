@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 
-# Advice for arguments in torch's order, where an error names the group.
+# Advice in the error for a group argument that is something else, as with torch's order of arguments.
 _DIM = "the result is returned, and the dimension is named, as dim="
 _TAG = "the tag is named, as tag="
 _ROOT = "the rank stands before the group"
@@ -292,7 +292,7 @@ def scatter_tensor(
 
 
 def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Send `tensors[i]` to rank i, return the tensors of all ranks for this one; collective. See `Backend`."""
+    """Send `tensors[i]` to rank i and return the received tensors; collective. See `Backend.all_to_all`."""
     return chosen_group(group).all_to_all(tensors, async_op)
 
 

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..groups.process_group import ProcessGroup
 
-_AXES, _SLICE, _FULL_SHAPE = "_axonmpi_axes", "_axonmpi_slice", "_axonmpi_full_shape"
+_AXES, _SLICE, _FULL_SHAPE = "_axonmpi_axes", "_axonmpi_slice", "_axonmpi_full_shape"  # attributes
 _replicas: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no attribute: full parameters may be pickled
 
 

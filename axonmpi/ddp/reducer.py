@@ -170,50 +170,8 @@ class Reducer:
         self._changed[position] = None
         if self._reduces is None:  # the forward was a call of the module, which the wrapper has not seen
             self.begin_backward(reduces=self.enabled)
-        if self._reduces and self._strategy is GradSyncStrategy.OVERLAPPED:
-            self._put(position)
-
-    def begin_backward(self, *, reduces: bool) -> None:
-        """Schedule the work at the end of the outermost running backward; local.
-
-        Args:
-            reduces: True if its forward was outside `no_sync()`; of several forwards, one is enough.
-        """
-        if self._reduces or self._reduces is reduces:
+        if not self._reduces or self._strategy is not GradSyncStrategy.OVERLAPPED:
             return
-        if self._strategy is GradSyncStrategy.NO_SYNC or not self._parameters:
-            return
-        if reduces and self.report_event is not None:
-            self.report_event("gradients")
-        self._reduces = reduces
-        after_backward(self._end_backward)
-
-    @outside_compile
-    def _end_backward(self) -> None:
-        enter_phase(Phase.OTHER)
-        if not self._reduces:
-            self._reduces = None
-            return
-        try:
-            self._reduce_rest()
-        finally:
-            self._reset()
-
-    def report_failed_backward(self) -> None:
-        """Raise an error on the other ranks if an earlier backward ended in an exception; collective in that case.
-
-        They wait in their own backward for this rank's gradients.
-        """
-        if in_backward():
-            return
-        if self._reduces:
-            try:
-                self._exchange(ABANDONED, [False] * len(self._parameters))
-            finally:
-                self._reset()
-        self._reduces = None
-
-    def _put(self, position: int) -> None:
         bucket = self._bucket_of[position]
         if bucket.launched:
             raise ValueError(
@@ -232,6 +190,41 @@ class Reducer:
                     break
                 bucket.launch()
 
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Schedule the work at the end of the outermost running backward; local, but collective within `join`.
+
+        Args:
+            reduces: True if its forward was outside `no_sync()`; of several forwards, one is enough.
+        """
+        is_known = self._reduces or self._reduces is reduces
+        if is_known or self._strategy is GradSyncStrategy.NO_SYNC or not self._parameters:
+            return
+        if reduces and self.report_event is not None:
+            self.report_event("gradients")
+        self._reduces = reduces
+        after_backward(self._end_backward)
+
+    @outside_compile
+    def _end_backward(self) -> None:
+        enter_phase(Phase.OTHER)
+        if self._reduces:
+            self._reduce_rest()
+        self._reduces = None
+
+    def report_failed_backward(self) -> None:
+        """Raise an error on the other ranks if an earlier backward ended in an exception; collective in that case.
+
+        They wait in their own backward for this rank's gradients.
+        """
+        if in_backward():
+            return
+        if self._reduces:
+            try:
+                self._exchange(ABANDONED, [False] * len(self._parameters))
+            finally:
+                self._reset()
+        self._reduces = None
+
     # ---- reducing -----------------------------------------------------------------------------------------
 
     def sync(self) -> None:
@@ -241,10 +234,7 @@ class Reducer:
         if self.report_event is not None:
             self.report_event("by hand")
         if self._any_rank_changed():
-            try:
-                self._reduce_rest()
-            finally:
-                self._reset()
+            self._reduce_rest()
 
     def reduce_zeros(self, *, by_hand: bool) -> None:
         """Take part in a synchronisation with zeros in place of this rank's gradients; collective.
@@ -270,18 +260,21 @@ class Reducer:
     @torch.no_grad()
     def _reduce_rest(self) -> None:
         """Reduce the buckets not yet launched and the status, and write the averages back; collective."""
-        for bucket in self._buckets:
-            for position in [] if bucket.launched else sorted(bucket.pending):
-                bucket.put(position)
-        own = [parameter.grad is not None for parameter in self._parameters]
-        self._hook_new_nodes(position for position in range(len(own)) if position not in self._changed)
-        state = COMPLETE if len(self._changed) == len(self._parameters) else PARTIAL
-        worst, used = self._exchange(state, own)
-        for bucket in self._buckets:
-            bucket.unpack(used, self.scale)
-        if self._learns_order and self.report_event is None and worst == COMPLETE:
-            self._learn_order()
-        mark_gradients(self._divided)
+        try:
+            for bucket in self._buckets:
+                for position in [] if bucket.launched else sorted(bucket.pending):
+                    bucket.put(position)
+            own = [parameter.grad is not None for parameter in self._parameters]
+            self._hook_new_nodes(position for position in range(len(own)) if position not in self._changed)
+            state = COMPLETE if len(self._changed) == len(self._parameters) else PARTIAL
+            worst, used = self._exchange(state, own)
+            for bucket in self._buckets:
+                bucket.unpack(used, self.scale)
+            if self._learns_order and self.report_event is None and worst == COMPLETE:
+                self._learn_order()
+            mark_gradients(self._divided)
+        finally:
+            self._reset()
 
     def _exchange(self, state: int, own: list[bool], *, takes_part: bool = True) -> tuple[int, list[bool]]:
         """Reduce the buckets not yet launched, and one status message; collective.
@@ -338,8 +331,9 @@ class Reducer:
 
     def _lay_out(self, order: list[int]) -> None:
         """Make the buckets, unless they would not change; collective."""
-        cap_bytes = self._cap_bytes
-        if cap_bytes is not None and self._overlaps and self._crosses_nodes():
+        cap_bytes, backend = self._cap_bytes, self.group.backend
+        crosses_nodes = backend.place.type == "cpu" and len(backend.control.node_ranks) < backend.size
+        if cap_bytes is not None and self._overlaps and crosses_nodes:
             total = sum(parameter.nbytes for parameter in self._parameters)
             cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, total // BUCKETS_BETWEEN_NODES))
         layout = assign_buckets(self._parameters, order, cap_bytes)
@@ -357,11 +351,6 @@ class Reducer:
             as_view=self._as_view,
             async_op=self._overlaps,
         )
-
-    def _crosses_nodes(self) -> bool:
-        """Return True if gradients on the CPU are reduced between nodes; local."""
-        backend = self.group.backend
-        return backend.place.type == "cpu" and len(backend.control.node_ranks) < backend.size
 
     def _reset(self) -> None:
         for bucket in self._buckets:
