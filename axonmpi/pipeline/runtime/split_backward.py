@@ -9,7 +9,7 @@ The stage before waits for the gradient of this stage's input; no rank waits for
 
 the nodes between output and input lie on the *way*. The first half runs along it, and keeps the gradients that
 arrive at the nodes where a branch to a weight leaves it. The second half computes the weights' gradients from
-them: for matrix products by itself, for any other node by running it again for the weight only.
+them: for matrix linear_weights by itself, for any other node by running it again for the weight only.
 
 Some gradients are computed in the first half, where it is cheaper: for parameters of one dimension (biases,
 norms), whose gradients cost next to nothing there and as much as a whole node later; for parameters that are used
@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks, is_of_python
+from .linear_weights import (
+    Leaf,
+    LinearWeight,
+    add_weight_gradients,
+    find_linear_weight,
+    has_saved_hooks,
+    is_of_python,
+)
 
 
 class WeightGradients:
@@ -37,7 +44,7 @@ class WeightGradients:
         behind_roots: Parameters that are reached from outputs without touching the way; None means that there was
             no first half.
         branches: For each node that has to run again, the parameters that this is for.
-        products: The weights of matrix products.
+        linear_weights: The weights of matrix linear_weights.
     """
 
     def __init__(
@@ -45,13 +52,13 @@ class WeightGradients:
         roots: tuple[list[GradientEdge], list[Tensor]],
         behind_roots: list[Tensor] | None,
         branches: Mapping[Node, list[Tensor]],
-        products: Sequence[Product],
+        linear_weights: Sequence[LinearWeight],
     ) -> None:
         needs_graph = behind_roots != [] or any(map(is_of_python, branches))
         self._roots = roots if needs_graph else ([], [])
         self._behind_roots = behind_roots
         self._branches = branches
-        self._products = products
+        self._products = linear_weights
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def keep(self, node: Node) -> Any:
@@ -64,7 +71,7 @@ class WeightGradients:
 
     def compute(self) -> None:
         """Add the gradients of the parameters to their `grad`; once. Afterwards the graph is free."""
-        add_gradients(self._products)
+        add_weight_gradients(self._products)
         for node, leaves in self._branches.items():
             arrived = self._arrived.pop(node, ())
             pairs = [(GradientEdge(node, number), grad) for number, grad in enumerate(arrived) if grad is not None]
@@ -96,9 +103,9 @@ def input_gradients(
     graph = _Graph([edge.node for edge in edges], inputs) if inputs else None
     if graph is None or not graph.reached:
         return WeightGradients(roots, None, {}, [])
-    weights = WeightGradients(roots, graph.behind_roots, graph.branches, list(graph.products.values()))
-    for node, product in graph.products.items():
-        node.register_prehook(product.take)  # which goes with the node
+    weights = WeightGradients(roots, graph.behind_roots, graph.branches, list(graph.linear_weights.values()))
+    for node, linear_weight in graph.linear_weights.items():
+        node.register_prehook(linear_weight.take)  # which goes with the node
     handles = [weights.keep(node) for node in graph.branches]
     runs_again = bool(graph.branches or graph.behind_roots)
     try:
@@ -114,7 +121,7 @@ class _Graph:
 
     Attributes:
         reached: The inputs that can be reached.
-        products: Nodes on the way that multiply by a weight.
+        linear_weights: Nodes on the way that multiply by a weight.
         branches: For each other node on the way that is to run again, the parameters that this is for.
         behind_roots: The parameters that are reached from outputs without touching the way.
         at_once: The other parameters, whose gradients are computed together with the inputs'.
@@ -124,7 +131,7 @@ class _Graph:
         self._nodes = _Nodes(roots)
         leaves = {torch.autograd.graph.get_gradient_edge(leaf).node: leaf for leaf in inputs}
         self.reached = [leaf for node, leaf in leaves.items() if node in self._nodes]
-        self.products: dict[Node, Product] = {}
+        self.linear_weights: dict[Node, LinearWeight] = {}
         self.branches: dict[Node, list[Tensor]] = {}
         self.behind_roots: list[Tensor] = []
         self.at_once: list[Tensor] = []
@@ -144,9 +151,9 @@ class _Graph:
         if node is None:
             self.behind_roots.append(variable)
             return
-        product = find_product(node, leaf, variable) if len(branches) == 1 else None
-        if product is not None:
-            self.products[node] = product
+        linear_weight = find_linear_weight(node, leaf, variable) if len(branches) == 1 else None
+        if linear_weight is not None:
+            self.linear_weights[node] = linear_weight
         elif has_saved_hooks(node):
             self.at_once.append(variable)
         else:

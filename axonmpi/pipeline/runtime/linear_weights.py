@@ -48,7 +48,7 @@ _KINDS = {
 }
 
 
-class Product:
+class LinearWeight:
     """The weight of a product, between the halves of its backward.
 
     Args:
@@ -98,7 +98,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def add_gradients(products: Sequence[Product]) -> None:
+def add_weight_gradients(products: Sequence[LinearWeight]) -> None:
     """Add the gradients of the weights of products to the parameters' `grad`; local."""
     left = [(product, gradient) for product in products if (gradient := product.add()) is not None]
     if left:
@@ -107,7 +107,7 @@ def add_gradients(products: Sequence[Product]) -> None:
         torch.autograd.backward(edges, [gradient for _, gradient in left], inputs=weights)
 
 
-def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
+def find_linear_weight(node: Node, leaf: Node, weight: Tensor) -> LinearWeight | None:
     """Return the product that a node computes, if its weight is a parameter or computed from a parameter alone.
 
     Args:
@@ -125,7 +125,7 @@ def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
         child, position = child.next_functions[0]
     if child is None or is_of_python(child) or not _leads_to(child, leaf) or not _is_plain(x):
         return None
-    return Product(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
+    return LinearWeight(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
 
 
 def _leads_to(node: Node, leaf: Node) -> bool:
