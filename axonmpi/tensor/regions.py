@@ -65,7 +65,7 @@ def enter(
         return tensor
     if dim is None:
         return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
-    whole = apply(_Gather, tensor, group, dim)
+    whole = apply(_GatherSequence, tensor, group, dim)
     InputGather(group, dim).mark(whole, tensor)
     return whole
 
@@ -118,7 +118,7 @@ def sum_parts(
     """
     if dim is None and (not in_place or tensor._is_view()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return apply(_Leave, tensor, bias, group, dim)
+    return apply(_LeaveRegion, tensor, bias, group, dim)
 
 
 @either_group_name
@@ -169,7 +169,7 @@ def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
         group: The ranks.
         shard: The shards of the dimension that is cut.
     """
-    return apply(_Cut, tensor, group, shard)
+    return apply(_CutShard, tensor, group, shard)
 
 
 def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
@@ -180,7 +180,7 @@ def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
         group: The ranks.
         shard: The shards of the dimension that is cut.
     """
-    return apply(_Join, tensor, group, shard)
+    return apply(_JoinShards, tensor, group, shard)
 
 
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
@@ -217,7 +217,7 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
     return dim
 
 
-class _Gather(Function):
+class _GatherSequence(Function):
     """This rank's slice of the sequence -> the full sequence, for computations that differ on the ranks."""
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Gather(Function):
         return autograd.reduce_scatter(grads[0], *ctx.options), None, None
 
 
-class _Leave(Function):
+class _LeaveRegion(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -254,7 +254,7 @@ class _Leave(Function):
         return parts, of_bias, None, None
 
 
-class _Join(Function):
+class _JoinShards(Function):
     """This rank's shard of one dimension -> the full tensor, for a computation that is the same on all ranks."""
 
     @staticmethod
@@ -265,11 +265,11 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Cut, grads[0], *ctx.options), None, None
+        return apply(_CutShard, grads[0], *ctx.options), None, None
 
 
-class _Cut(Function):
-    """The full tensor, the same on all ranks -> this rank's shard of one dimension; the transpose of `_Join`."""
+class _CutShard(Function):
+    """The full tensor, the same on all ranks -> this rank's shard of one dimension; transpose of `_JoinShards`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
@@ -278,7 +278,7 @@ class _Cut(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Join, grads[0], *ctx.options), None, None
+        return apply(_JoinShards, grads[0], *ctx.options), None, None
 
 
 class _SharedParameters(Function):

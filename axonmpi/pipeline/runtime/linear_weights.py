@@ -1,18 +1,18 @@
-"""Weights of linear layers, whose gradients need no second run of the graph.
+"""Weight gradients of linear layers, computed without autograd's graph.
 
-    forward   y = x @ w         w is a parameter, or its transpose as in a linear layer
-    way       dx = dy @ w'      autograd does this on the way to the stage's input
-    later     dw = x' @ dy      all that is left to do for the weight
+    forward        y = x @ w         w is a parameter, or its transpose as in a linear layer
+    first half     dx = dy @ w'      by autograd, on the way to the stage's input
+    second half    dw = x' @ dy
 
-Only x and dy are kept of such a product, and the graph is freed after the first half. One operation computes the
-product and adds it to the gradient of earlier micro-batches, so that no matrix of the weight's size is written and
-read again. Autograd adds it where the parameter has hooks, and where the weight is computed from the parameter.
+Only x and dy are kept of such a layer, and the graph is freed after the first half. One operation computes dw and
+adds it to the gradient of earlier micro-batches, so that no matrix of the weight's size is written and read again.
+Autograd adds dw for parameters with hooks, and for weights that are computed from a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +22,21 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ...wrapping.autograd import is_watched
 
 Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
-"""The class of nodes that add a gradient to that of a parameter."""
+"""The class of autograd's nodes that add to the `grad` of a leaf."""
 
 _TRANSPOSE = "TBackward0"
-_saved_by_type: dict[type, list[str]] = {}
-
-
-class _Kind(NamedTuple):
-    """The attributes of autograd's nodes of one kind of product.
-
-    Attributes:
-        saved: Name of the attribute with the saved x.
-        raw: Name of the attribute with its saved variable, which has the hooks.
-        edge: Number of the edge that leads to w.
-    """
-
-    saved: str
-    raw: str
-    edge: int
-
-
-_KINDS = {
-    "MmBackward0": _Kind("_saved_self", "_raw_saved_self", 1),
-    "AddmmBackward0": _Kind("_saved_mat1", "_raw_saved_mat1", 2),
-}
+_MULTIPLICATIONS = {"MmBackward0": ("self", 1), "AddmmBackward0": ("mat1", 2)}
+"""By the name of a node: autograd's name of the saved x, and the index of the edge to w."""
 
 
 class LinearWeight:
-    """The weight of a product, between the halves of its backward.
+    """The weight of a linear layer, between the halves of its backward.
 
     Args:
         x: The left operand.
-        weight: The parameter that the right operand is, or is computed from.
-        edge: Where autograd takes the gradient of the right operand.
-        is_transposed: Whether the right operand is transposed in the product.
+        weight: The parameter that is, or that determines, the right operand.
+        edge: The edge from the layer to the right operand.
+        is_transposed: Whether the right operand is transposed in the multiplication.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool) -> None:
@@ -66,7 +47,7 @@ class LinearWeight:
         self._dy: Tensor | None = None
 
     def take(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep dy: a hook of the product's node."""
+        """Keep dy: a hook of the layer's node."""
         self._dy = gradients[0]
 
     def add(self) -> Tensor | None:
@@ -94,32 +75,35 @@ def _is_like(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is an ordinary one: no subclass, not sparse."""
+    """Return True unless a tensor is sparse or of a subclass."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def add_weight_gradients(products: Sequence[LinearWeight]) -> None:
-    """Add the gradients of the weights of products to the parameters' `grad`; local."""
-    left = [(product, gradient) for product in products if (gradient := product.add()) is not None]
+def add_weight_gradients(linear_weights: Sequence[LinearWeight]) -> None:
+    """Add the gradients of weights to their parameters' `grad`; local."""
+    left = [(each, gradient) for each in linear_weights if (gradient := each.add()) is not None]
     if left:
-        edges = [product.edge for product, _ in left]
-        weights = [product.weight for product, _ in left]
+        edges = [each.edge for each, _ in left]
+        weights = [each.weight for each, _ in left]
         torch.autograd.backward(edges, [gradient for _, gradient in left], inputs=weights)
 
 
 def find_linear_weight(node: Node, leaf: Node, weight: Tensor) -> LinearWeight | None:
-    """Return the product that a node computes, if its weight is a parameter or computed from a parameter alone.
+    """Return the weight of a node that multiplies by a parameter, or by a function of one parameter alone.
 
     Args:
         node: The node.
-        leaf: The parameter's node, to which one edge of the node leads.
+        leaf: The parameter's node, below one edge of `node`.
         weight: The parameter.
     """
-    kind = _KINDS.get(node.name())
-    if kind is None or getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
+    if node.name() not in _MULTIPLICATIONS:
         return None
-    x = getattr(node, kind.saved).detach()
-    child, position = node.next_functions[kind.edge]
+    operand, edge = _MULTIPLICATIONS[node.name()]
+    has_hooks = getattr(node, f"_raw_saved_{operand}").unpack_hook is not None
+    if has_hooks or getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    x = getattr(node, f"_saved_{operand}").detach()
+    child, position = node.next_functions[edge]
     is_transposed = child is not None and child.name() == _TRANSPOSE
     if child is not None and is_transposed:
         child, position = child.next_functions[0]
@@ -129,7 +113,7 @@ def find_linear_weight(node: Node, leaf: Node, weight: Tensor) -> LinearWeight |
 
 
 def _leads_to(node: Node, leaf: Node) -> bool:
-    """Say whether every node from one to a leaf has one edge only."""
+    """Return True if each node from `node` down to a leaf has one edge only."""
     while node is not leaf:
         below = [child for child, _ in node.next_functions if child is not None]
         if len(below) != 1:
@@ -139,18 +123,20 @@ def _leads_to(node: Node, leaf: Node) -> bool:
 
 
 def is_of_python(node: object) -> bool:
-    """Say whether a node is a Python function, which only the graph keeps alive, and no reference to it; local."""
+    """Return True for the node of a Python function, which only the graph keeps alive; local."""
     return isinstance(node, BackwardCFunction)
 
 
 def has_saved_hooks(node: Node) -> bool:
-    """Say whether a node's saved tensors have to be unpacked, as under activation checkpointing; local."""
-    kind = type(node)
-    if kind not in _saved_by_type:
-        _saved_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    for name in _saved_by_type[kind]:
+    """Return True if a node's saved tensors have to be unpacked, as under activation checkpointing; local."""
+    for name in _saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             if getattr(one, "unpack_hook", None) is not None:
                 return True
     return False
+
+
+@cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
