@@ -102,7 +102,7 @@ class Dropout(Style):
     The dropped elements depend neither on the number of ranks nor on sequence parallelism.
 
     Attributes:
-        whole: It computes on the whole sequence also with sequence parallelism, as after an embedding.
+        whole: It computes on the full sequence also with sequence parallelism, as after an embedding.
     """
 
     whole: bool = False

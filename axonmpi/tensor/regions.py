@@ -65,9 +65,9 @@ def enter(
         return tensor
     if dim is None:
         return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
-    whole = apply(_GatherSequence, tensor, group, dim)
-    InputGather(group, dim).mark(whole, tensor)
-    return whole
+    full = apply(_GatherSequence, tensor, group, dim)
+    InputGather(group, dim).mark(full, tensor)
+    return full
 
 
 @either_group_name
@@ -85,7 +85,7 @@ def leave(
     Backward is local, or one all-gather. The gradient of `bias` is complete on all ranks without further messages.
 
     Args:
-        tensor: This rank's part of the sum, of the same shape on all ranks.
+        tensor: This rank's summand, of the same shape on all ranks.
         group: The ranks; None means all.
         sequence_parallel: Whether to return a slice of the sequence.
         sequence_dim: Dimension of the sequence.
@@ -110,10 +110,10 @@ def sum_parts(
     """End a region of several ranks, as `leave` does, without checks; collective.
 
     Args:
-        tensor: This rank's part of the sum.
+        tensor: This rank's summand.
         bias: [tensor.shape[-1]] or None.
         group: The ranks.
-        dim: Which dimension is cut into slices; None for the whole sum.
+        dim: Dimension that is cut into slices; None for the full sum.
         in_place: Whether the tensor's memory may be used.
     """
     if dim is None and (not in_place or tensor._is_view()):
@@ -143,7 +143,7 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
 
 @either_group_name
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """Return the whole sequence, for a computation that is the same on all ranks; one all-gather, local backward.
+    """Return the full sequence, for a computation that is the same on all ranks; one all-gather, local backward.
 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
@@ -162,7 +162,7 @@ def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 
 
 
 def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have; local, and backward is one all-gather.
+    """Return this rank's shard of a tensor that all ranks have; local, and backward is one all-gather.
 
     Args:
         tensor: The same on all ranks.
@@ -173,10 +173,10 @@ def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
 
 
 def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-    """Return the whole tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
+    """Return the full tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
 
     Args:
-        tensor: This rank's part.
+        tensor: This rank's shard.
         group: The ranks.
         shard: The shards of the dimension that is cut.
     """
@@ -247,10 +247,10 @@ class _LeaveRegion(Function):
         grad, group, dim = grads[0], ctx.group, ctx.dim
         if torch.is_grad_enabled():  # gradients of gradients are wanted
             parts = autograd.copy(grad, group) if dim is None else autograd.all_gather(grad, group, dim)
-            whole = grad if dim is None else autograd.gather(grad, group, dim)
+            full = grad if dim is None else autograd.gather(grad, group, dim)
         else:
-            parts = whole = grad if dim is None else gathered(grad, group, dim)
-        of_bias = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+            parts = full = grad if dim is None else gathered(grad, group, dim)
+        of_bias = full.reshape(-1, full.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return parts, of_bias, None, None
 
 
@@ -260,8 +260,8 @@ class _JoinShards(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
         ctx.options = group, shard
-        whole = gathered(tensor, group, shard.dim)
-        return whole if shard.is_plain else shard.join(whole.tensor_split(group.size, shard.dim))
+        full = gathered(tensor, group, shard.dim)
+        return full if shard.is_plain else shard.join(full.tensor_split(group.size, shard.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
