@@ -43,25 +43,25 @@ def column_linear(
     if group.size == 1 or (dim is None and not is_differentiated(input)):
         return F.linear(input, weight, bias)
     local, weight, bias = _cast(input, weight, bias)
-    whole = local if dim is None else gathered(local.detach(), group, dim)
-    rows = apply(_OverlappedLinear, local, weight, bias, (whole, local), InputGather(group, dim), True)
-    return rows.view(*whole.shape[:-1], weight.shape[0])
+    full = local if dim is None else gathered(local.detach(), group, dim)
+    rows = apply(_OverlappedLinear, local, weight, bias, (full, local), InputGather(group, dim), True)
+    return rows.view(*full.shape[:-1], weight.shape[0])
 
 
 def entered_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x wᵀ + b of the result of `enter`, or of a function of it; backward gathers a sequence again.
 
     Args:
-        input: [..., in] whole.
+        input: [..., in] the full input.
         weight: [out, in].
         bias: [out], or None.
     """
     if not hasattr(input, _ENTERED) or not torch.is_grad_enabled():
         return F.linear(input, weight, bias)
     gathering, local = getattr(input, _ENTERED)
-    whole, weight, bias = _cast(input, weight, bias)
-    rows = apply(_OverlappedLinear, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
-    return rows.view(*whole.shape[:-1], weight.shape[0])
+    full, weight, bias = _cast(input, weight, bias)
+    rows = apply(_OverlappedLinear, full, weight, bias, (full, local.to(full.dtype)), gathering, False)
+    return rows.view(*full.shape[:-1], weight.shape[0])
 
 
 class InputGather:
@@ -82,11 +82,11 @@ class InputGather:
         self.dim = dim
         self.users = 0
         self._served = 0
-        self._whole: Tensor | Work | None = None
+        self._full: Tensor | Work | None = None
 
-    def mark(self, whole: Tensor, local: Tensor) -> None:
-        """Attach this rank's slice to the whole input, for the layers that get it; local."""
-        setattr(whole, _ENTERED, (self, local))
+    def mark(self, full: Tensor, local: Tensor) -> None:
+        """Attach this rank's slice to the full input, for the layers that get it; local."""
+        setattr(full, _ENTERED, (self, local))
 
     def start(self, local: Tensor) -> None:
         """Start to gather, unless another layer has; collective.
@@ -94,17 +94,17 @@ class InputGather:
         Args:
             local: This rank's slice.
         """
-        if self.dim is not None and self._whole is None and not torch.is_grad_enabled():
+        if self.dim is not None and self._full is None and not torch.is_grad_enabled():
             backend = self.group.backend
-            self._whole = backend.all_gather(
+            self._full = backend.all_gather(
                 local.detach(),
                 self.dim,
                 async_op=backend.on(local.device).overlaps,
                 sizes=[local.shape[self.dim]] * self.group.size,
             )
 
-    def whole(self, local: Tensor) -> Tensor:
-        """Return the whole input, after `start`; dropped after the last layer's call.
+    def full(self, local: Tensor) -> Tensor:
+        """Return the full input, after `start`; dropped after the last layer's call.
 
         Args:
             local: This rank's slice.
@@ -114,13 +114,13 @@ class InputGather:
             return autograd.copy(local, group) if dim is None else autograd.all_gather(local, group, dim)
         if self.dim is None:
             return local
-        whole = self._whole.result() if isinstance(self._whole, Work) else self._whole
-        assert whole is not None
+        full = self._full.result() if isinstance(self._full, Work) else self._full
+        assert full is not None
         self._served += 1
-        self._whole = whole
+        self._full = full
         if self._served >= self.users:
-            self._whole, self._served = None, 0
-        return whole
+            self._full, self._served = None, 0
+        return full
 
 
 class _OverlappedLinear(Function):
@@ -139,11 +139,11 @@ class _OverlappedLinear(Function):
         gathering: InputGather,
         sums: bool,
     ) -> Tensor:
-        whole, local = values
+        full, local = values
         ctx.save_for_backward(local, weight)
-        ctx.options = gathering, sums, whole.shape
+        ctx.options = gathering, sums, full.shape
         gathering.users += ctx.needs_input_grad[1]
-        return F.linear(_rows(whole), weight, bias)
+        return F.linear(_rows(full), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -157,7 +157,7 @@ class _OverlappedLinear(Function):
             if sums:
                 dx, work = _start_sum(dx, gathering.group, gathering.dim)
         if of_weight:
-            dw = grad.t() @ _rows(gathering.whole(local)).conj()
+            dw = grad.t() @ _rows(gathering.full(local)).conj()
         if work is not None:
             scattered = work.result()
             dx = dx if scattered is None else scattered
@@ -192,13 +192,13 @@ def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ValueError: The slices are not equally long.
     """
     try:
-        whole: Tensor = group.backend.all_gather(tensor, dim, sizes=[tensor.shape[dim]] * group.size)
+        full: Tensor = group.backend.all_gather(tensor, dim, sizes=[tensor.shape[dim]] * group.size)
     except CollectiveMismatchError as error:
         raise ValueError(
             f"expected slices of a sequence that are equally long on all {group.size} ranks of the group, got "
             f"{tensor.shape[dim]} along dim {dim} on rank {group.rank}; use split_sequence(). {error}"
         ) from error
-    return whole
+    return full
 
 
 def is_differentiated(tensor: Tensor) -> bool:

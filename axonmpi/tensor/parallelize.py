@@ -112,7 +112,7 @@ def _match_plan(model: object, plan: Plan | str | None, ranks: int) -> _MatchedP
     wrappers = [part for part in model.modules() if hasattr(part, "no_sync") and hasattr(part, "sync_gradients")]
     if wrappers:
         raise ValueError(
-            f"module: it is wrapped in {type(wrappers[0]).__name__}, which knows the whole parameters; "
+            f"module: it is wrapped in {type(wrappers[0]).__name__}, which knows the full parameters; "
             "divide the model before it is wrapped"
         )
     plan = preset(model, ranks, plan) if plan is None or isinstance(plan, str) else plan

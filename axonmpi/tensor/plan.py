@@ -14,10 +14,9 @@ apply_styles.py applies them. A pattern that matches nothing is an error: a mode
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -103,7 +102,7 @@ class Dropout(Style):
     The dropped elements depend neither on the number of ranks nor on sequence parallelism.
 
     Attributes:
-        whole: It computes on the whole sequence also with sequence parallelism, as after an embedding.
+        whole: It computes on the full sequence also with sequence parallelism, as after an embedding.
     """
 
     whole: bool = False
@@ -214,10 +213,6 @@ def _divide(options: Sequence[str]) -> Divide:
     return Divide(tuple(options))
 
 
-def _divide_shared(options: Sequence[str]) -> Style:
-    return dataclasses.replace(_divide(options), shared=True)
-
-
 _SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] = {
     "column": _column,
     "row": {"": Row()},
@@ -230,7 +225,7 @@ _SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] 
     "join": {"": Join()},
     "head_dropout": _head_dropout,
     "divide": _divide,
-    "divide_shared": _divide_shared,
+    "divide_shared": lambda options: replace(_divide(options), shared=True),
     "tied": {"": Tied()},
 }
 """By the word before the colon: styles by the text after it, or a function of the comma-separated options."""

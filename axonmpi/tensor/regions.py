@@ -64,9 +64,9 @@ def enter(
         return tensor
     if dim is None:
         return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
-    whole = apply(_Gather, tensor, group, dim)
-    InputGather(group, dim).mark(whole, tensor)
-    return whole
+    full = apply(_GatherSequence, tensor, group, dim)
+    InputGather(group, dim).mark(full, tensor)
+    return full
 
 
 def leave(
@@ -83,7 +83,7 @@ def leave(
     Backward is local, or one all-gather. The gradient of `bias` is complete on all ranks without further messages.
 
     Args:
-        tensor: This rank's part of the sum, of the same shape on all ranks.
+        tensor: This rank's summand, of the same shape on all ranks.
         group: The ranks; None means all.
         sequence_parallel: Whether to return a slice of the sequence.
         sequence_dim: Dimension of the sequence.
@@ -108,15 +108,15 @@ def sum_parts(
     """End a region of several ranks, as `leave` does, without checks; collective.
 
     Args:
-        tensor: This rank's part of the sum.
+        tensor: This rank's summand.
         bias: [tensor.shape[-1]] or None.
         group: The ranks.
-        dim: Which dimension is cut into slices; None for the whole sum.
+        dim: Dimension that is cut into slices; None for the full sum.
         in_place: Whether the tensor's memory may be used.
     """
     if dim is None and (not in_place or tensor._is_view()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return apply(_Leave, tensor, bias, group, dim)
+    return apply(_LeaveRegion, tensor, bias, group, dim)
 
 
 def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
@@ -139,7 +139,7 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
 
 
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """Return the whole sequence, for a computation that is the same on all ranks; one all-gather, local backward.
+    """Return the full sequence, for a computation that is the same on all ranks; one all-gather, local backward.
 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
@@ -158,25 +158,25 @@ def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 
 
 
 def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have; local, and backward is one all-gather.
+    """Return this rank's shard of a tensor that all ranks have; local, and backward is one all-gather.
 
     Args:
         tensor: The same on all ranks.
         group: The ranks.
         shard: The shards of the dimension that is cut.
     """
-    return apply(_Cut, tensor, group, shard)
+    return apply(_CutShard, tensor, group, shard)
 
 
 def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-    """Return the whole tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
+    """Return the full tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
 
     Args:
-        tensor: This rank's part.
+        tensor: This rank's shard.
         group: The ranks.
         shard: The shards of the dimension that is cut.
     """
-    return apply(_Join, tensor, group, shard)
+    return apply(_JoinShards, tensor, group, shard)
 
 
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
@@ -213,7 +213,7 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
     return dim
 
 
-class _Gather(Function):
+class _GatherSequence(Function):
     """This rank's slice of the sequence -> the full sequence, for computations that differ on the ranks."""
 
     @staticmethod
@@ -226,7 +226,7 @@ class _Gather(Function):
         return autograd.reduce_scatter(grads[0], *ctx.options), None, None
 
 
-class _Leave(Function):
+class _LeaveRegion(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -243,29 +243,29 @@ class _Leave(Function):
         grad, group, dim = grads[0], ctx.group, ctx.dim
         if torch.is_grad_enabled():  # gradients of gradients are wanted
             parts = autograd.copy(grad, group) if dim is None else autograd.all_gather(grad, group, dim)
-            whole = grad if dim is None else autograd.gather(grad, group, dim)
+            full = grad if dim is None else autograd.gather(grad, group, dim)
         else:
-            parts = whole = grad if dim is None else gathered(grad, group, dim)
-        of_bias = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+            parts = full = grad if dim is None else gathered(grad, group, dim)
+        of_bias = full.reshape(-1, full.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return parts, of_bias, None, None
 
 
-class _Join(Function):
+class _JoinShards(Function):
     """This rank's shard of one dimension -> the full tensor, for a computation that is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
         ctx.options = group, shard
-        whole = gathered(tensor, group, shard.dim)
-        return whole if shard.is_plain else shard.join(whole.tensor_split(group.size, shard.dim))
+        full = gathered(tensor, group, shard.dim)
+        return full if shard.is_plain else shard.join(full.tensor_split(group.size, shard.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Cut, grads[0], *ctx.options), None, None
+        return apply(_CutShard, grads[0], *ctx.options), None, None
 
 
-class _Cut(Function):
-    """The full tensor, the same on all ranks -> this rank's shard of one dimension; the transpose of `_Join`."""
+class _CutShard(Function):
+    """The full tensor, the same on all ranks -> this rank's shard of one dimension; transpose of `_JoinShards`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
@@ -274,7 +274,7 @@ class _Cut(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Join, grads[0], *ctx.options), None, None
+        return apply(_JoinShards, grads[0], *ctx.options), None, None
 
 
 class _SharedParameters(Function):

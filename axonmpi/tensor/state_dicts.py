@@ -109,16 +109,16 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
     module.load_state_dict(received, strict=False)
 
 
-def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> Any:
+def _receive(own: Any, shard: Shard | None, full: Any, group: ProcessGroup) -> Any:
     """Return this rank's shard of a value of rank 0; collective."""
     is_first = group.rank == 0
     if not isinstance(own, Tensor):
-        return group.broadcast_object(whole)
+        return group.broadcast_object(full)
     if shard is None:
-        value = whole.to(own).clone() if is_first else torch.empty_like(own)
+        value = full.to(own).clone() if is_first else torch.empty_like(own)
         group.broadcast(value)
         return value
-    return scatter_shards(whole.to(own) if is_first else None, shard, group)
+    return scatter_shards(full.to(own) if is_first else None, shard, group)
 
 
 def copies(module: nn.Module) -> dict[str, int]:

@@ -7,14 +7,14 @@ The stage before waits for the gradient of this stage's input; no rank waits for
                    │                                │
                  weight                           weight
 
-the nodes between output and input lie on the *way*. The first half runs along it, and keeps the gradients that
-arrive at the nodes where a branch to a weight leaves it. The second half computes the weights' gradients from
-them: for matrix products by itself, for any other node by running it again for the weight only.
+the nodes between output and input are the *path*; the edge from a node of the path to a weight is a *branch*. The
+first half runs the path, and keeps the gradients that arrive at nodes with branches. The second half computes the
+weights' gradients from them: by a matrix multiplication for linear layers (`linear_weights.py`), for any other node
+by running it again for the weight only.
 
-Some gradients are computed in the first half, where it is cheaper: for parameters of one dimension (biases,
-norms), whose gradients cost next to nothing there and as much as a whole node later; for parameters that are used
-at several nodes, each of which would be run again; and at nodes whose saved tensors have to be computed again,
-under activation checkpointing.
+Some gradients are cheaper in the first half: of parameters of one dimension (biases, norms), which cost next to
+nothing there and a whole node later; of parameters with branches at several nodes, each of which would run again;
+and of nodes whose saved tensors have to be computed again, under activation checkpointing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks, is_of_python
+from .linear_weights import (
+    Leaf,
+    LinearWeight,
+    add_weight_gradients,
+    find_linear_weight,
+    has_saved_hooks,
+    is_of_python,
+)
 
 
 class WeightGradients:
-    """The second half of a backward, with the results of the first one that it needs.
+    """The second half of a backward.
 
     Args:
         roots: Outputs with their gradients.
-        behind_roots: Parameters that are reached from outputs without touching the way; None means that there was
-            no first half.
-        branches: For each node that has to run again, the parameters that this is for.
-        products: The weights of matrix products.
+        behind_roots: Parameters below the outputs and beside the path; None means that there was no first half.
+        branches: For each node that has to run again, its parameters.
+        linear_weights: The weights of linear layers.
     """
 
     def __init__(
@@ -45,13 +51,13 @@ class WeightGradients:
         roots: tuple[list[GradientEdge], list[Tensor]],
         behind_roots: list[Tensor] | None,
         branches: Mapping[Node, list[Tensor]],
-        products: Sequence[Product],
+        linear_weights: Sequence[LinearWeight],
     ) -> None:
         needs_graph = behind_roots != [] or any(map(is_of_python, branches))
         self._roots = roots if needs_graph else ([], [])
         self._behind_roots = behind_roots
         self._branches = branches
-        self._products = products
+        self._linear_weights = linear_weights
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def keep(self, node: Node) -> Any:
@@ -63,8 +69,8 @@ class WeightGradients:
         return node.register_prehook(hook)
 
     def compute(self) -> None:
-        """Add the gradients of the parameters to their `grad`; once. Afterwards the graph is free."""
-        add_gradients(self._products)
+        """Add the gradients of the parameters to their `grad`, once, and drop the graph."""
+        add_weight_gradients(self._linear_weights)
         for node, leaves in self._branches.items():
             arrived = self._arrived.pop(node, ())
             pairs = [(GradientEdge(node, number), grad) for number, grad in enumerate(arrived) if grad is not None]
@@ -76,7 +82,7 @@ class WeightGradients:
             torch.autograd.backward(edges_of_roots, gradients_of_roots)
         elif self._behind_roots:
             torch.autograd.backward(edges_of_roots, gradients_of_roots, inputs=self._behind_roots)
-        self._roots, self._behind_roots, self._branches, self._products = ([], []), [], {}, []
+        self._roots, self._behind_roots, self._branches, self._linear_weights = ([], []), [], {}, []
 
 
 def input_gradients(
@@ -85,7 +91,7 @@ def input_gradients(
     """Add the gradients of a stage's inputs to their `grad`, and prepare those of its parameters; local.
 
     Args:
-        edges: Where backward begins: the gradient edges of the outputs.
+        edges: The gradient edges of the outputs.
         gradients: The gradient of each output.
         inputs: Leaves that require grad.
 
@@ -96,9 +102,9 @@ def input_gradients(
     graph = _Graph([edge.node for edge in edges], inputs) if inputs else None
     if graph is None or not graph.reached:
         return WeightGradients(roots, None, {}, [])
-    weights = WeightGradients(roots, graph.behind_roots, graph.branches, list(graph.products.values()))
-    for node, product in graph.products.items():
-        node.register_prehook(product.take)  # which goes with the node
+    weights = WeightGradients(roots, graph.behind_roots, graph.branches, list(graph.linear_weights.values()))
+    for node, linear_weight in graph.linear_weights.items():
+        node.register_prehook(linear_weight.take)  # never removed: the graph is dropped with the hook
     handles = [weights.keep(node) for node in graph.branches]
     runs_again = bool(graph.branches or graph.behind_roots)
     try:
@@ -113,40 +119,40 @@ class _Graph:
     """The graph of autograd between outputs and inputs.
 
     Attributes:
-        reached: The inputs that can be reached.
-        products: Nodes on the way that multiply by a weight.
-        branches: For each other node on the way that is to run again, the parameters that this is for.
-        behind_roots: The parameters that are reached from outputs without touching the way.
-        at_once: The other parameters, whose gradients are computed together with the inputs'.
+        reached: The inputs below the outputs.
+        linear_weights: The weights of linear layers, by the layers' nodes on the path.
+        branches: For each other node of the path with a branch, its parameters.
+        behind_roots: The parameters below the outputs and beside the path.
+        at_once: The other parameters; the first half computes their gradients.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
         self._nodes = _Nodes(roots)
         leaves = {torch.autograd.graph.get_gradient_edge(leaf).node: leaf for leaf in inputs}
         self.reached = [leaf for node, leaf in leaves.items() if node in self._nodes]
-        self.products: dict[Node, Product] = {}
+        self.linear_weights: dict[Node, LinearWeight] = {}
         self.branches: dict[Node, list[Tensor]] = {}
         self.behind_roots: list[Tensor] = []
         self.at_once: list[Tensor] = []
-        way = self._nodes.above(leaves)
+        path = self._nodes.above(leaves)
         for leaf in self._nodes.leaves:
-            if leaf not in way:
-                self._assign(leaf, _variable(leaf), way)
+            if leaf not in path:
+                self._assign(leaf, path)
 
-    def _assign(self, leaf: Node, variable: Tensor, way: set[Node]) -> None:
-        """Find out when the gradient of a parameter is computed."""
-        branches = self._nodes.branches_to(leaf, way) if variable.dim() > 1 else []
-        nodes = set(branches)
-        if len(nodes) != 1:
+    def _assign(self, leaf: Any, path: set[Node]) -> None:
+        """Add a leaf's parameter to one of the four collections."""
+        variable: Tensor = leaf.variable
+        branches = self._nodes.branches_to(leaf, path) if variable.dim() > 1 else []
+        if len(set(branches)) != 1:
             self.at_once.append(variable)
             return
-        (node,) = nodes
+        node = branches[0]
         if node is None:
             self.behind_roots.append(variable)
             return
-        product = find_product(node, leaf, variable) if len(branches) == 1 else None
-        if product is not None:
-            self.products[node] = product
+        linear_weight = find_linear_weight(node, leaf, variable) if len(branches) == 1 else None
+        if linear_weight is not None:
+            self.linear_weights[node] = linear_weight
         elif has_saved_hooks(node):
             self.at_once.append(variable)
         else:
@@ -161,7 +167,7 @@ class _Nodes:
     """
 
     def __init__(self, roots: Sequence[Node]) -> None:
-        # Nearly all have one parent: lists for all would take twice the time.
+        # Nearly all nodes have one parent: lists for all would take twice the time.
         self._parent: dict[Node, Node | None] = dict.fromkeys(roots)
         self._others: dict[Node, list[Node]] = {}
         self._roots = set(roots)
@@ -184,34 +190,27 @@ class _Nodes:
         return others if parent is None else [parent, *others]
 
     def above(self, leaves: Iterable[Node]) -> set[Node]:
-        """Return the way: the leaves, and the nodes that lead to them."""
+        """Return the path: the leaves, and all nodes above them."""
         order = [leaf for leaf in leaves if leaf in self]
-        way = set(order)
+        path = set(order)
         for node in order:  # it grows
             for parent in self._parents(node):
-                if parent not in way:
-                    way.add(parent)
+                if parent not in path:
+                    path.add(parent)
                     order.append(parent)
-        return way
+        return path
 
-    def branches_to(self, leaf: Node, way: set[Node]) -> list[Node | None]:
-        """Return the nodes at which branches to a leaf leave the way, each as often; None for roots beside it."""
+    def branches_to(self, leaf: Node, path: set[Node]) -> list[Node | None]:
+        """Return the node of each branch from the path to a leaf, and None for each root beside the path."""
         found: list[Node | None] = []
-        order = {leaf: None}
-        stack = [leaf]
-        for node in stack:  # it grows
+        order, seen = [leaf], {leaf}
+        for node in order:  # it grows
             if node in self._roots:
                 found.append(None)
             for parent in self._parents(node):
-                if parent in way:
+                if parent in path:
                     found.append(parent)
-                elif parent not in order:
-                    order[parent] = None
-                    stack.append(parent)
+                elif parent not in seen:
+                    seen.add(parent)
+                    order.append(parent)
         return found
-
-
-def _variable(leaf: Node) -> Tensor:
-    node: Any = leaf
-    variable: Tensor = node.variable
-    return variable

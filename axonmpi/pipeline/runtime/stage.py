@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -94,20 +94,18 @@ class StageRun:
         self.module = module
         self._pending: dict[int, PendingBackward] = {}
         self._weights: dict[int, WeightGradients] = {}
-        self._is_shared = isinstance(module, Synchronized)
         groups = [getattr(part, "process_group", None) for part in module.modules()]
-        self.communicates = self._is_shared or any(isinstance(group, ProcessGroup) for group in groups)
+        shares_gradients = isinstance(module, Synchronized)
+        self.communicates = shares_gradients or any(isinstance(group, ProcessGroup) for group in groups)
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Return the module's `no_sync()`, if it has one."""
-        module: Any = self.module
-        return module.no_sync() if self._is_shared else nullcontext()
+        return self.module.no_sync() if isinstance(self.module, Synchronized) else nullcontext()
 
     def sync_gradients(self) -> None:
         """Average gradients with the ranks that have the same stage, if there are any."""
-        module: Any = self.module
-        if self._is_shared:
-            module.sync_gradients()
+        if isinstance(self.module, Synchronized):
+            self.module.sync_gradients()
 
     def keep(
         self,

@@ -91,7 +91,7 @@ class ShardedDropout(nn.Module):
         """Draw the factors of the elements of `x`: 0 or 1 / (1 - p)."""
         moved = x.detach().movedim(self.dim, 0)
         rank, size = (0, 1) if self.replicated else (self.process_group.rank, self.process_group.size)
-        # a block never lies on two ranks: their number divides both the blocks and the whole dimension
+        # The number of blocks divides the full dimension and is a multiple of the ranks: no block is on two ranks.
         count = math.gcd(size * moved.shape[0], math.lcm(self.blocks, size)) // size
         number = _draw(self.generator)
         mask = torch.empty(moved.shape, dtype=x.dtype, device=x.device)  # contiguous: drawn in order of memory

@@ -31,7 +31,7 @@ class VocabParallelEmbedding(ShardedLayer):
     one all-gather. First values are those of `torch.nn.Embedding` under rank 0's seed.
 
     Args:
-        num_embeddings: Rows of the whole embedding, any number: the last ranks' are padded with zeros.
+        num_embeddings: Rows of the full embedding, any number: the last ranks' rows are padded with zeros.
         embedding_dim: Size of each row.
         padding_idx: A row that is zero at first and gets no gradient; negative ones count from the end. Or the
             group, which all layers take third.
@@ -91,7 +91,7 @@ class VocabParallelEmbedding(ShardedLayer):
         """Make a layer of this rank's rows of an embedding, which all ranks have; local.
 
         Args:
-            embedding: The whole one; it is not changed.
+            embedding: The full embedding; it is not changed.
             process_group: The ranks; None means all.
             sequence_parallel: As for the class.
             sequence_dim: As for the class.
@@ -130,7 +130,7 @@ class VocabParallelEmbedding(ShardedLayer):
         )
 
     def full_weight(self) -> Tensor:
-        """Return the whole weight, [num_embeddings, embedding_dim], without padding; collective."""
+        """Return the full weight, [num_embeddings, embedding_dim], without padding; collective."""
         return self._full("weight")
 
     def extra_repr(self) -> str:

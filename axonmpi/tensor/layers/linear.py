@@ -57,10 +57,10 @@ class _ParallelLinear(ShardedLayer):
     def from_linear(
         cls: type[_Layer], linear: nn.Linear, process_group: ProcessGroup | None = None, **options: Any
     ) -> _Layer:
-        """Make a layer of this rank's part of a linear layer, which all ranks have; local.
+        """Return a layer with this rank's shard of a linear layer that all ranks have; local.
 
         Args:
-            linear: The whole layer; it is not changed. The new layer trains the same parameters.
+            linear: The full layer; it is not changed. The new layer trains the same parameters.
             process_group: The ranks; None means all.
             **options: As for the class, by name; sizes, `bias`, `device` and `dtype` are the linear layer's.
 
@@ -93,11 +93,11 @@ class _ParallelLinear(ShardedLayer):
         )
 
     def full_weight(self) -> Tensor:
-        """Return the whole weight, [out_features, in_features], a new tensor; collective."""
+        """Return the full weight, [out_features, in_features], a new tensor; collective."""
         return self._full("weight")
 
     def full_bias(self) -> Tensor | None:
-        """Return the whole bias, [out_features], a new tensor, or None if there is none; collective."""
+        """Return the full bias, [out_features], a new tensor, or None if there is none; collective."""
         return None if self.bias is None else self._full("bias")
 
     def extra_repr(self) -> str:
@@ -122,11 +122,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the whole output.
+        out_features: Size of the last dimension of the full output.
         bias: Whether to add a bias; or the group, which all layers take third.
         process_group: The ranks; None means all.
-        gather_output: Return the whole output on all ranks; one more all-gather.
-        sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
+        gather_output: Return the full output on all ranks; one more all-gather.
+        sequence_parallel: The input is this rank's slice of the sequence; the output is of the full sequence.
         sequence_dim: Dimension of the sequence in the input.
         shard: The rows of the weight (dim 0) on each rank; None means equal slices.
         input_is_entered: The input is the result of `axonmpi.tensor.enter`, or a function of it.
@@ -202,12 +202,12 @@ class RowParallelLinear(_ParallelLinear):
     over the ranks, backward is local; with sequence parallelism they are one reduce-scatter and one all-gather.
 
     Args:
-        in_features: Size of the last dimension of the whole input.
+        in_features: Size of the last dimension of the full input.
         out_features: Size of the last dimension of the output.
         bias: Whether to add a bias, once, after the sum; or the group, which all layers take third.
         process_group: The ranks; None means all.
-        input_is_parallel: The input is this rank's features. Otherwise it is whole, the same on all ranks, and its
-            gradient is put together by one all-gather.
+        input_is_parallel: The input is this rank's features. Otherwise it is the full input, the same on all ranks,
+            and backward gathers its gradient by one all-gather.
         sequence_parallel: Return this rank's slice of the sequence.
         sequence_dim: Dimension of the sequence in the input.
         shard: The columns of the weight (dim 1) on each rank; None means equal slices.
@@ -248,7 +248,7 @@ class RowParallelLinear(_ParallelLinear):
         """Compute the outputs; collective.
 
         Args:
-            input: [..., in_features / W] this rank's features, or [..., in_features] if the input is whole.
+            input: [..., in_features / W] this rank's features, or [..., in_features] for the full input.
 
         Returns:
             [..., out_features], the same on all ranks, or this rank's slice of the sequence.

@@ -54,7 +54,7 @@ class ParallelMLP(nn.Module):
         bias: Whether the layers have biases.
         dropout: The probability that an element of the output becomes zero while training. The mask is the same at
             any width, with and without sequence parallelism.
-        sequence_parallel: Each rank gets and returns its part of the sequence.
+        sequence_parallel: Each rank gets and returns its slice of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -113,7 +113,7 @@ class ParallelGatedMLP(nn.Module):
         group: The ranks; None means all.
         activation: Of the gate; as for `ParallelMLP`.
         bias: Whether the layers have biases.
-        sequence_parallel: Each rank gets and returns its part of the sequence.
+        sequence_parallel: Each rank gets and returns its slice of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
 

@@ -69,8 +69,6 @@ class ShardedLayer(nn.Module, ABC):
         ValueError: A shard is not for this size or this number of ranks.
     """
 
-    process_group: ProcessGroup
-    shards: Mapping[str, Shard]
     sequence_dim: int
 
     def __init__(
@@ -83,7 +81,9 @@ class ShardedLayer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.process_group = process_group
-        self.shards = {name: shard for name, shard in shards.items() if shapes[name] is not None}
+        self.shards: Mapping[str, Shard] = {
+            name: shard for name, shard in shards.items() if shapes[name] is not None
+        }
         for name, shape in shapes.items():
             parameter = None
             if shape is not None:
