@@ -1,7 +1,7 @@
 """The operations of a group: run now or on its worker thread, recorded, observed; and the group's end.
 
 It stands below `contract.py`, whose `Backend` has the operations, and runs them at once if nothing is queued. The
-rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
+rank's record says what is under way and how it has ended, for those who ask from outside; an observer, if there
 is one, hears of each operation.
 """
 
@@ -41,7 +41,7 @@ class Runner(ABC):
         kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
         grace: Seconds after the time-out in which an operation on the worker may still raise by itself.
         observer: Told about each operation, if set.
-        notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
+        notes: What the rank's record says of its operations in this group; nothing of mock ranks and of ranks alone.
     """
 
     name: str = "backend"
@@ -136,7 +136,7 @@ class Runner(ABC):
         return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
-        """Move data; the observer hears of it, and the rank's page says how it has ended."""
+        """Move data; the observer hears of it, and the rank's record says how it has ended."""
         observer = self.observer
         if observer is not None:
             observer.enter(operation, nbytes)
@@ -164,7 +164,7 @@ class Runner(ABC):
         number: int = 0,
         gives_up: bool = False,
     ) -> Iterator[None]:
-        """Tell the observer and the rank's page that the block waits, or hands data over; local.
+        """Tell the observer and the rank's record that the block waits, or hands data over; local.
 
         Args:
             operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
@@ -173,7 +173,7 @@ class Runner(ABC):
             nbytes: Size of what is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
-            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
+            gives_up: Whether the wait has a time limit: the record does not show the wait then.
         """
         check_flags(gives_up=gives_up)
         told, observer = "send" if operation == "stage send" else "wait", self.observer
