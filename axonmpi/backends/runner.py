@@ -41,7 +41,7 @@ class Runner(ABC):
         kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
         grace: Seconds after the time-out in which an operation on the worker may still raise by itself.
         observer: Told about each operation, if set.
-        notes: What the rank's record says of its operations in this group; nothing of mock ranks and of ranks alone.
+        notes: Log of this group in the rank's record; it writes nothing for mock ranks and ranks alone.
     """
 
     name: str = "backend"

@@ -99,7 +99,7 @@ def start_mpi() -> Any:
     Raises:
         LaunchError: MPI is not installed, or has ended; or this is a child of a rank.
     """
-    children.refuse()
+    children.refuse_child()
     mpi = _load()
     _initialize(mpi)
     return mpi
@@ -124,7 +124,7 @@ def start_world(
         TypeError: `num_threads` is no integer.
     """
     check_arguments(init_method, num_threads)
-    children.refuse()
+    children.refuse_child()
     try:
         mpi = _load()
     except LaunchError as error:
@@ -249,7 +249,7 @@ def _initialize(mpi: Any, timeout: float | None = None) -> None:
         if mpi.COMM_WORLD.Get_size() == 1:
             remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
-    children.watch(mpi.COMM_WORLD.Get_rank())
+    children.drop_launcher_variables(mpi.COMM_WORLD.Get_rank())
 
 
 def _init(mpi: Any, timeout: float | None) -> None:
