@@ -287,9 +287,7 @@ def _check_on_all_ranks(mpi: Any, comm: Any, library: MpiLibrary) -> None:
 
 def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:
     """Return the non-empty complaints by rank; collective, a single reduction if there are none."""
-    is_wrong = np.array([bool(own)])
-    comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
-    if not is_wrong[0]:
+    if not comm.allreduce(bool(own), mpi.LOR):
         return {}
     return {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
 
