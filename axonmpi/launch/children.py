@@ -24,16 +24,16 @@ from ..errors import LaunchError
 from .cpu import release_core
 from .launcher_variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
-_watched_rank: int | None = None
+_own_rank: int | None = None
 _forked = False
 
 
-def watch(rank: int) -> None:
-    """Keep the launcher's variables from the children of this process, which is rank `rank`; local, once."""
-    global _watched_rank
-    if _watched_rank is not None:
+def drop_launcher_variables(rank: int) -> None:
+    """Drop the launcher's variables in children of this process, which is rank `rank`; local, once."""
+    global _own_rank
+    if _own_rank is not None:
         return
-    _watched_rank = rank
+    _own_rank = rank
     os.register_at_fork(after_in_child=_become_child)
     # multiprocessing starts workers, its fork server and its resource tracker by this function alone.
     multiprocessing.util.spawnv_passfds = _spawn
@@ -41,14 +41,14 @@ def watch(rank: int) -> None:
 
 def _become_child() -> None:
     global _forked
-    assert _watched_rank is not None
+    assert _own_rank is not None
     _forked = True
-    turn_into_child(_watched_rank)
+    turn_into_child(_own_rank)
 
 
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Start a program as multiprocessing does, without the launcher's variables; return its process number."""
-    rank = None if _forked else _watched_rank
+    rank = None if _forked else _own_rank
     child = subprocess.Popen(
         [os.fsencode(arg) for arg in args],
         executable=os.fsencode(path),
@@ -62,7 +62,7 @@ def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> in
     return child.pid
 
 
-def refuse() -> None:
+def refuse_child() -> None:
     """Raise if this process must not start MPI because a rank has forked or spawned it; local.
 
     Raises:

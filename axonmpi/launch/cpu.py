@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .user_variables import may_bind
 
 _OVERLAP_FROM = 2.0
@@ -112,6 +110,4 @@ def core_share(mpi: Any, comm: Any) -> CoreShare:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     masks = node.allgather(usable_cores())
     node.Free()
-    least = np.array([_share(usable_cores(), masks)])
-    comm.Allreduce(mpi.IN_PLACE, least, mpi.MIN)
-    return CoreShare(float(least[0]))
+    return CoreShare(comm.allreduce(_share(usable_cores(), masks), mpi.MIN))

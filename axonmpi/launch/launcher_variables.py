@@ -38,7 +38,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class _Convention:
-    """The variables of one launcher; it is recognised by `size`, or by `rank` where it has no size."""
+    """Names of one launcher's variables; `size` identifies the launcher, or `rank` if it has no size."""
 
     name: str
     rank: str

@@ -99,7 +99,7 @@ def start_mpi() -> Any:
     Raises:
         LaunchError: MPI is not installed, or has ended; or this is a child of a rank.
     """
-    children.refuse()
+    children.refuse_child()
     mpi = _load()
     _initialize(mpi)
     return mpi
@@ -124,7 +124,7 @@ def start_world(
         TypeError: `num_threads` is no integer.
     """
     check_arguments(init_method, num_threads)
-    children.refuse()
+    children.refuse_child()
     try:
         mpi = _load()
     except LaunchError as error:
@@ -249,7 +249,7 @@ def _initialize(mpi: Any, timeout: float | None = None) -> None:
         if mpi.COMM_WORLD.Get_size() == 1:
             remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
-    children.watch(mpi.COMM_WORLD.Get_rank())
+    children.drop_launcher_variables(mpi.COMM_WORLD.Get_rank())
 
 
 def _init(mpi: Any, timeout: float | None) -> None:
@@ -287,9 +287,7 @@ def _check_on_all_ranks(mpi: Any, comm: Any, library: MpiLibrary) -> None:
 
 def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:
     """Return the non-empty complaints by rank; collective, a single reduction if there are none."""
-    is_wrong = np.array([bool(own)])
-    comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
-    if not is_wrong[0]:
+    if not comm.allreduce(bool(own), mpi.LOR):
         return {}
     return {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
 

@@ -26,16 +26,15 @@ def find_job(name: str = "") -> list[RankRecord]:
         found = [records for job, records in jobs.items() if job.startswith(name)]
         found += [records for records in jobs.values() if name.isdecimal() and int(name) in _ancestry(records)]
     else:
-        running = [records for records in jobs.values() if any(map(_runs, records))]
+        ended = {
+            job for job, records in jobs.items() if all(each.condition() is Condition.GONE for each in records)
+        }
+        running = [records for job, records in jobs.items() if job not in ended]
         found = running or [next(iter(jobs.values()))]
     if len(found) == 1:
         return found[0]
     listed = ", ".join(f"{job} ({records[0].identity['program']})" for job, records in jobs.items())
     raise LookupError(f"expected the name or a process of one of these jobs, got {name!r}: {listed}")
-
-
-def _runs(record: RankRecord) -> bool:
-    return record.condition() is not Condition.GONE
 
 
 def _ancestry(records: list[RankRecord]) -> set[int]:

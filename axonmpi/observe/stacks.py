@@ -16,8 +16,8 @@ import select
 import signal
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Protocol
 
+from ..launch.node_links import Link
 from ..record.files import own_record
 from ..record.layout import Header
 from ..record.reader import Condition, RankRecord
@@ -34,13 +34,6 @@ _END = b"\0"
 """Marks the end of a watchdog's answer. The signal handler cannot write it."""
 _SETTLE_SECONDS = 0.05
 """Time without growth after which a signal handler's answer is complete."""
-
-
-class HasFileno(Protocol):
-    """A socket or a connection: any object that `select` takes."""
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
 
 
 class StackServer:
@@ -63,7 +56,7 @@ class StackServer:
             faulthandler.register(_SIGNAL, file=self._answers, all_threads=True)
             own_record().words[Header.STACKS_BY] = _SIGNAL
 
-    def wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
+    def wait(self, seconds: float, also: Collection[Link] = ()) -> bool:
         """Wait until a question is answered, at most `seconds`; return True if one of `also` is readable; local."""
         poll = select.poll()  # select takes no descriptor from 1,024 on
         for file in (self._pipe, *(each.fileno() for each in also)):

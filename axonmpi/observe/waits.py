@@ -57,7 +57,7 @@ class RankState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has come to the end of its program."""
+        """Whether its program has ended."""
         return self.phase is Phase.ENDING
 
     @property

@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import partial
 
 from ..launch import exit as exits
+from ..launch.node_links import Link
 from ..launch.user_variables import dump_folder
 from ..record.files import own_record
 from ..record.layout import Header
@@ -32,7 +33,7 @@ from ..record.reader import Condition, RankRecord, records_of
 from ..utils.text import counted, name_ranks
 from .flight_recorder import dump
 from .node_monitor import NodeMonitor
-from .stacks import HasFileno, StackServer, stacks_of
+from .stacks import StackServer, stacks_of
 from .waits import RankState, awaited_by, awaited_in, states_of, stuck_ranks
 from .watchdog_text import cause_of, table_of, text_of_stacks
 
@@ -153,22 +154,19 @@ class Watchdog:
             self._own.words[Header.LOOKED] += 1
             self._own.words[Header.THREAD] = self._thread_to_judge()
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it did not look in the rest of the time
-            self._end_without_launcher()
+            if os.getppid() != self._own.identity["parent"]:
+                _print(f"[rank {self._rank}] the launcher has gone, and the job ends")
+                exits.end_process(1)
             if not any(self._runs(record, passed) for record in self.records if record.rank < self._rank):
                 self._look(passed)
 
-    def _wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
+    def _wait(self, seconds: float, also: Collection[Link] = ()) -> bool:
         """Serve stacks for some seconds, or until one of `also` is readable; return True if the thread must end."""
         until = time.monotonic() + seconds
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
             if self._stack_server.wait(left, also):
                 break
         return self._stop.is_set()
-
-    def _end_without_launcher(self) -> None:
-        if os.getppid() != self._own.identity["parent"]:
-            _print(f"[rank {self._rank}] the launcher has gone, and the job ends")
-            exits.end_process(1)
 
     def _thread_to_judge(self) -> int:
         """Return the thread whose operation decides whether this rank waits.

@@ -57,7 +57,7 @@ GROUPS, GROUP_BYTES = 256, 64
 GROUP_ENTRY = np.dtype(
     [(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "closed")]
 )
-"""Fields as those of `reader.Group`. The entry of a closed group is reused."""
+"""Fields of `reader.Group`. The entry of a closed group is reused."""
 CLOSED = 7
 """Index of the field `closed`."""
 
@@ -78,7 +78,7 @@ OPERATION_ENTRY = np.dtype(
         ("again", "i8"),
     ]
 )  # fmt: skip
-"""The same fields, to read many entries at once."""
+"""Fields of `OPERATION` and `DESCRIPTION`, to read many entries at once."""
 assert (OPERATION_ENTRY.itemsize, GROUP_ENTRY.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
 
 

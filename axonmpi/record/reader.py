@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +203,8 @@ class RankRecord:
         self.size: int = self.identity["size"]
         self.host: str = self.identity["host"]
         self.pid: int = self.identity["pid"]
+        # Process numbers of another namespace, such as a container's, mean other processes here.
+        self._is_visible = self.identity["namespace"] == namespace() != 0
 
     def word(self, index: Header) -> int:
         """Return a word of the header; local."""
@@ -225,11 +226,6 @@ class RankRecord:
         return self.word(Header.THREAD)
 
     # ---- process ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _is_visible(self) -> bool:
-        """Whether the rank's process number is of this process's namespace."""
-        return bool(self.identity["namespace"] == namespace() and self.identity["namespace"])
 
     def condition(self) -> Condition:
         """Return the state of the rank's process; local."""

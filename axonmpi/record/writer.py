@@ -28,9 +28,6 @@ from .layout import (
     Header,
 )
 
-Enter = Callable[..., int]
-Leave = Callable[[int], None]
-
 _LEFT = 1
 """Index of the word `left` in an entry. Writers know an entry by the position of this word, which they set last."""
 _STARTED, _THREAD, _FAILED = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT
@@ -181,7 +178,7 @@ class GroupLog:
         self._words[self._at + CLOSED] = 1
 
 
-def _writers(record: OwnRecord, slot: int, counter: int) -> tuple[Enter, Leave]:
+def _writers(record: OwnRecord, slot: int, counter: int) -> tuple[Callable[..., int], Callable[[int], None]]:
     """Return the functions that write entries: closures, whose variables are found faster than attributes."""
     memory, words, take_number = record.memory, record.words, record.take_number
     pack, now, thread = OPERATION.pack_into, time.monotonic_ns, threading.get_ident

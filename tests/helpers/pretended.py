@@ -172,9 +172,9 @@ class PretendedComm:
         return [value] * self.size
 
     @own
-    def Sendrecv(self, sent: Any, target: int, tag: int, received: Any, source: int, tag_of_received: int) -> None:
-        """Answer what the next nodes say of themselves: they are where this one is."""
-        received[...] = sent
+    def sendrecv(self, sent: Any, dest: int, sendtag: int, source: int, recvtag: int) -> Any:
+        """Answer for the next nodes: they have the address of this one."""
+        return sent
 
     # ---- the agreement's messages ----------------------------------------------------------------------------
 

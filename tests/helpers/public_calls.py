@@ -18,7 +18,7 @@ from axonmpi.pipeline import make_schedule
 from helpers import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-RESULTS = {"Group", "LaunchResult", "Operation", "Standing", "Summary"}
+RESULTS = {"Group", "LaunchResult", "Operation", "RankState", "Summary"}
 """Classes that the package makes itself, for users to read."""
 
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: from where ranks are, without any job."""
+"""Wait graphs of given states, without a job."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who waits in vain: said of ranks that do, and never of others."""
+"""Stuck ranks: found if they are stuck, and never else."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""What the record of a rank says that it is about, while it trains."""
+"""Phases in the record of a rank that trains."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Records of ranks: what is written is read, by this user alone, and what is left behind is removed."""
+"""Records of ranks: written and read by one user alone, and removed after the job."""
 
 import itertools
 import mmap

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ...wrapping.autograd import is_watched
+from ...wrapping.gradient_hooks import is_watched
 
 Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 """The class of autograd's nodes that add to the `grad` of a leaf."""

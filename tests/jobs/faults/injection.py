@@ -116,7 +116,7 @@ def _read(file: Path) -> str:
 
 
 def _may_stay(name: str, code: int | None) -> bool:
-    """Return True for a file in /dev/shm that may outlive a job: a page of one that failed, until the next one."""
+    """Return True for a file in /dev/shm that may outlive a job: the records of a failed job."""
     return name.startswith("axonmpi-") and ("/" not in name or code != 0)
 
 
