@@ -24,6 +24,7 @@ from ..groups.world import group_of_this_rank
 from ..launch.board import phase
 from ..launch.page import Phase
 from ..utils.arguments import check_flags, either_group_name
+from ..utils.text import quoted
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
@@ -208,9 +209,9 @@ class _Fit(NamedTuple):
         """
         lines = list(self.wrong)
         if strict and self.unexpected:
-            lines.insert(0, f"it has, and the model has not: {_listed(self.unexpected)}")
+            lines.insert(0, f"it has, and the model has not: {quoted(self.unexpected, _MOST_NAMES)}")
         if strict and self.missing:
-            lines.insert(0, f"the model has, and it has not: {_listed(self.missing)}")
+            lines.insert(0, f"the model has, and it has not: {quoted(self.missing, _MOST_NAMES)}")
         if lines:
             todo = "" if self.wrong else "\nstrict=False loads what both have"
             raise ValueError(f"model: {self.path} does not fit it\n  " + "\n  ".join(lines) + todo)
@@ -261,8 +262,3 @@ def _number_kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex numbers"
     return "floating-point numbers" if dtype.is_floating_point else "integers"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + more

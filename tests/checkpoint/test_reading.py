@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_shards import job_for, ranks_on_two_nodes, shards_of, whole_tensors
+from helpers.checkpoint_shards import full_shard, job_for, ranks_on_two_nodes, shards_of, whole_tensors
 from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +19,7 @@ from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_heade
 from axonmpi.checkpoint.ranks import ranks_of
 from axonmpi.checkpoint.reading import read_shards
 from axonmpi.checkpoint.shards.subarrays import Subarray
-from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard, full_shard
+from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard
 from axonmpi.checkpoint.writing.job import write_checkpoint
 
 
