@@ -1,4 +1,4 @@
-"""What ranks read together: any division of tensors from files that any other division has written."""
+"""Reading by all ranks: any division of tensors, from files that any other division has written."""
 
 import json
 import os
@@ -200,7 +200,7 @@ def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_one_tensor_is_read_into_several_parts_and_a_file_that_nobody_needs_is_not_opened(
+def test_one_tensor_is_read_into_several_shards_and_a_file_that_nobody_needs_is_not_opened(
     reads, world, shared_tmp_path
 ):
     tensors = {"a": random_tensor(1_000_000)}

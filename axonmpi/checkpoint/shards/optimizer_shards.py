@@ -265,8 +265,8 @@ def _options_for(
     """Return the saved options of a group's parameters, in the types that the group has."""
     if missing := [placement.name for placement in placements if placement.name not in saved]:
         raise ValueError(
-            f"optimizer: the checkpoint's optimizer did not have {quoted(missing, _MOST_NAMES)}, which group {index} "
-            "has: build the optimizer on the same parameters"
+            f"optimizer: the checkpoint's optimizer did not have {quoted(missing, _MOST_NAMES)}, which group "
+            f"{index} has: build the optimizer on the same parameters"
         )
     members: dict[str, list[str]] = {}
     for placement in placements:

@@ -31,7 +31,7 @@ class Replicas(NamedTuple):
 
     @classmethod
     def among(cls, ranks: Sequence[int], rank: int) -> Replicas:
-        """Return this rank's place among ranks; a rank that is none of them counts as the only one."""
+        """Return ranks as replicas; a rank that is none of them counts as the only one."""
         return cls(len(ranks), ranks.index(rank)) if rank in ranks else cls(1, 0)
 
     def times(self, inner: Replicas) -> Replicas:
