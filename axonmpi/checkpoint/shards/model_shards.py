@@ -311,10 +311,10 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
         if callable(getattr(config, "to_dict", None)):
             values = config.to_dict()
             config = {**values, "architectures": values.get("architectures") or [type(model).__name__]}
-        made = json.loads(json.dumps(config, default=_readable))
+        as_json = json.loads(json.dumps(config, default=_readable))
     except (TypeError, ValueError):  # other tools could not read it either
         return None
-    return made if isinstance(made, dict) else None
+    return as_json if isinstance(as_json, dict) else None
 
 
 def _readable(value: Any) -> Any:

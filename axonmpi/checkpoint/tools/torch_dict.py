@@ -126,8 +126,8 @@ def torch_dict_of(data: CheckpointData) -> dict[str, Any]:
     values = {name: value for name, value in data.values.items() if value is not None}
     if data.optimizer_state is None and not values:
         return model
-    made: dict[str, Any] = {"model": model}
+    saved: dict[str, Any] = {"model": model}
     if data.optimizer_state is not None:
         tensors = dict(zip(data.optimizer, data.fetch(data.optimizer.values()), strict=True))
-        made["optimizer"] = optimizer_dict(data.optimizer_state, tensors)
-    return made | values
+        saved["optimizer"] = optimizer_dict(data.optimizer_state, tensors)
+    return saved | values
