@@ -84,7 +84,7 @@ class CheckpointFolder:
         )
         self._saving: Background | None = None
         self._lock: Lock | None = None  # of rank 0
-        self._is_locked = first_rank_does(self._group, self.root, self._recover)
+        first_rank_does(self._group, self.root, self._recover)
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -119,8 +119,7 @@ class CheckpointFolder:
         with raised_on_all(self._group.backend):
             step = integer("step", step, minimum=0)
         self._wait()
-        if not self._is_locked:
-            self._is_locked = first_rank_does(self._group, self.root, self._make_and_lock)
+        first_rank_does(self._group, self.root, self._make_and_lock)
         path = self.path_of(step)
         work = save_checkpoint(path, model, optimizer, step=step, blocking=blocking, group=self._group, **others)
         if work is None:
@@ -261,19 +260,15 @@ class CheckpointFolder:
         matches = ((_STEP.fullmatch(path.name), path) for path in self.root.iterdir())
         return {int(match[1]): path for match, path in matches if match}
 
-    def _make_and_lock(self) -> bool:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        return True
+    def _make_and_lock(self) -> None:
+        if self._lock is None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
 
-    def _recover(self) -> bool:
-        """Remove the remains of a killed job, and link `latest` to the newest checkpoint that looks complete.
-
-        Returns:
-            True if there is a folder, which is then locked.
-        """
+    def _recover(self) -> None:
+        """Lock the folder, if it is there; remove the remains of a killed job, and link `latest` to the newest."""
         if not self.root.exists():
-            return False
+            return
         left = sorted(self.root.iterdir())
         lock = self._take_lock()
         for path in left:
@@ -288,7 +283,6 @@ class CheckpointFolder:
         newest = next((found[step] for step in sorted(found, reverse=True) if not damage_of(found[step])), None)
         if newest is not None and (not latest.is_symlink() or os.readlink(latest) != newest.name):
             self._link_latest(newest)
-        return True
 
 
 class _SaveAndRemove(Background):

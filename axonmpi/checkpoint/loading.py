@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..record import Phase, phase
 from ..utils.arguments import check_flags
+from ..utils.text import quoted
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
@@ -148,23 +149,21 @@ def _load(
         stack.enter_context(reshaped_buffers(model, contents.specs("model")))
         own = model_shards(model, ranks.all)
         stack.enter_context(own.stable())
-        fit = _fit(own, contents, ranks.all)
-        fit.check(strict=strict)
+        shards, missing, unexpected = _find_tensors(own, contents, ranks.all, strict=strict)
         with raised_on_all(ranks.all.backend):
             prepared = [prepare_random(ranks.all, contents.specs("random"))]
             if optimizer is not None:
-                state_of_optimizer = contents.state["optimizer"]
                 specs = contents.specs("optimizer")
-                prepared.append(prepare_optimizer(optimizer, own, specs, state_of_optimizer))
-        # First into memory of their own, and all of the model's files are checked: nothing is changed before.
-        others = [(shard.name, shard) for shards, _ in prepared for shard in shards]
+                prepared.append(prepare_optimizer(optimizer, own, specs, state["optimizer"]))
+        # States are read into new memory, and the model's files are checked, before anything is changed.
+        others = [(shard.name, shard) for of_kind, _ in prepared for shard in of_kind]
         read_shards(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
         check_blocks(contents.folder, files["model"], ranks, contents.checksums)
         with raised_on_all(ranks.all.backend):
             for name, stateful in states.items():
                 if stateful is not None:
                     stateful.load_state_dict(decoded(state[name]))
-        read_shards(contents.folder, files["model"], fit.shards, ranks, contents.checksums, dtype=dtype)
+        read_shards(contents.folder, files["model"], shards, ranks, contents.checksums, dtype=dtype)
         own.loaded(contents.of_model("extra"))
     for _, put_into_place in prepared:
         put_into_place()
@@ -173,69 +172,58 @@ def _load(
         state.get("epoch", 0),
         decoded(state.get("extra")),
         state.get("layout", {}),
-        fit.missing,
-        fit.unexpected,
+        missing,
+        unexpected,
     )
 
 
 # ---- the model's tensors in the files ---------------------------------------------------------------------------
 
 
-class _Fit(NamedTuple):
-    """The tensors of a model in the files.
+def _find_tensors(
+    own: ModelShards, contents: Contents, group: ProcessGroup, *, strict: bool
+) -> tuple[list[tuple[str, TensorShard]], tuple[str, ...], tuple[str, ...]]:
+    """Find the tensors of a model in the files, by any of their names; collective.
 
-    Attributes:
-        shards: This rank's, with the tensors' names in the file.
-        missing: Names in the model and not in the files, of all ranks.
-        unexpected: Names in the files and not in the model.
-        wrong: Messages for tensors whose shape or dtype does not fit.
-        path: The checkpoint, for messages.
+    Returns:
+        This rank's shards with the tensors' names in the files; names that only the model has, of all ranks; names
+        that only the files have.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or `strict` is True and names are missing; on all ranks.
     """
-
-    shards: list[tuple[str, TensorShard]]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    wrong: tuple[str, ...]
-    path: Path
-
-    def check(self, *, strict: bool) -> None:
-        """Raise if the files do not fit the model; local, the same on all ranks.
-
-        Raises:
-            ValueError: Lists the names.
-        """
-        lines = list(self.wrong)
-        if strict and self.unexpected:
-            lines.insert(0, f"it has, and the model has not: {_listed(self.unexpected)}")
-        if strict and self.missing:
-            lines.insert(0, f"the model has, and it has not: {_listed(self.missing)}")
-        if lines:
-            todo = "" if self.wrong else "\nstrict=False loads what both have"
-            raise ValueError(f"model: {self.path} does not fit it\n  " + "\n  ".join(lines) + todo)
-
-
-def _fit(own: ModelShards, contents: Contents, group: ProcessGroup) -> _Fit:
-    """Find the tensors of a model in the files, by any of their names; collective."""
-    in_file = contents.specs("model")
+    in_file, extra = contents.specs("model"), contents.of_model("extra")
+    saved_as = contents.of_model("aliases")  # of parameters that were tied at the save
     names_of = {shard.name: [shard.name] for shard in own.shards}
     for alias, name in own.aliases.items():
         names_of.setdefault(name, [name]).append(alias)
-    saved_as = contents.of_model("aliases")  # of parameters that were tied at the save
+    known = set(chain(own.extra, *names_of.values()))
+    missing = [name for name in own.extra if contents.state and name not in extra]
     shards: list[tuple[str, TensorShard]] = []
-    missing: list[str] = []
+    wrong: list[str] = []
     for shard in own.shards:
         names = names_of[shard.name]
-        found = [name for name in (*names, *(saved_as.get(name) for name in names)) if name in in_file]
-        shards += [(found[0], shard)] if found else []
-        missing += [] if found else [shard.name]
-    extra = contents.of_model("extra")
-    missing += [name for name in own.extra if contents.state and name not in extra]
-    wrong = [text for name, shard in shards if (text := _misfit(shard, in_file[name]))]
-    known = set(chain(*names_of.values(), own.extra, (name for name, _ in shards)))
+        candidates = [*names, *(saved_as.get(name) for name in names)]
+        found = next((name for name in candidates if name in in_file), None)
+        if found is None:
+            missing.append(shard.name)
+            continue
+        shards.append((found, shard))
+        known.add(found)
+        if problem := _misfit(shard, in_file[found]):
+            wrong.append(problem)
+
     unexpected = _unknown([*in_file, *extra], known, group)
-    told = group.all_gather_object((missing, wrong))
-    all_missing, all_wrong = (tuple(dict.fromkeys(chain(*texts))) for texts in zip(*told, strict=True))
-    return _Fit(shards, all_missing, unexpected, all_wrong, contents.folder)
+    of_ranks = group.all_gather_object((missing, wrong))
+    all_missing, lines = (tuple(dict.fromkeys(chain(*texts))) for texts in zip(*of_ranks, strict=True))
+    todo = "" if lines else "\nstrict=False loads what both have"
+    if strict and unexpected:
+        lines = (f"it has, and the model has not: {quoted(unexpected, _MOST_NAMES)}", *lines)
+    if strict and all_missing:
+        lines = (f"the model has, and it has not: {quoted(all_missing, _MOST_NAMES)}", *lines)
+    if lines:
+        raise ValueError(f"model: {contents.folder} does not fit it\n  " + "\n  ".join(lines) + todo)
+    return shards, all_missing, unexpected
 
 
 def _unknown(names: Sequence[str], known: Container[str], group: ProcessGroup) -> tuple[str, ...]:
@@ -259,8 +247,3 @@ def _number_kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex numbers"
     return "floating-point numbers" if dtype.is_floating_point else "integers"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + more

@@ -148,7 +148,7 @@ class PreemptionGuard:
         except OSError as error:
             raise ValueError(f"signals: {number.name} cannot be handled: {error.strerror}") from error
         self._earlier[number] = earlier
-        _remember(self)
+        _installed.add(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True
@@ -185,21 +185,14 @@ class PreemptionGuard:
 
 
 _installed: weakref.WeakSet[PreemptionGuard] = weakref.WeakSet()
-_watches_forks = False
-
-
-def _remember(guard: PreemptionGuard) -> None:
-    """Reset the handlers of a guard in forked processes."""
-    global _watches_forks
-    _installed.add(guard)
-    if not _watches_forks:
-        _watches_forks = True
-        os.register_at_fork(after_in_child=_become_children)
 
 
 def _become_children() -> None:
     for guard in _installed:
         guard._become_child()
+
+
+os.register_at_fork(after_in_child=_become_children)
 
 
 def _checked(signals: Iterable[int]) -> list[signal.Signals]:

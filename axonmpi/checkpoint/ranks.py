@@ -78,7 +78,7 @@ def ranks_of(group: ProcessGroup) -> CheckpointRanks:
     nodes = parts_by_node(control.backend)
     node = partition_group(control, nodes)
     everyone = partition_group(control, [range(control.size)])  # closed first: it is newer
-    for made in (node, everyone):
-        made.backend.timeout = None  # a disk may take longer than the program's collectives
+    for each in (node, everyone):
+        each.backend.timeout = None  # a disk may take longer than the program's collectives
     ranks = _made[group] = CheckpointRanks(everyone, node, len(nodes))
     return ranks

@@ -25,12 +25,13 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..utils.partition import split_range
+from ..utils.text import quoted
 from .files.checksums import BLOCK_BYTES, Checksums, block_count, crc32
 from .files.tensor_file import TensorEntry, TensorFile, check_size
 from .rank_errors import RankErrors
 from .ranks import CheckpointRanks
-from .shards.subarrays import Subarray, strides_of, subarrays_of_range
-from .shards.tensor_shard import TensorShard
+from .shards.subarrays import Subarray, strides_of
+from .shards.tensor_shard import TensorShard, pieces_of_range
 
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for an element that begins in it
@@ -237,8 +238,8 @@ class _Reader:
     def _error(self, block: int, problem: str) -> CheckpointError:
         start = block * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self._file.size)
-        names = [repr(entry.spec.name) for entry in self._file.touching(start, stop)]
-        shown = ", ".join(names[:_MOST_NAMES] + ["..."] * (len(names) > _MOST_NAMES)) or "its header"
+        names = [entry.spec.name for entry in self._file.touching(start, stop)]
+        shown = quoted(names, _MOST_NAMES) or "its header"
         return CheckpointError(f"{self._path}: bytes {start} to {stop}, with {shown}: {problem}")
 
     # ---- from a window into shards ----------------------------------------------------------------------------
@@ -280,20 +281,14 @@ class _Reader:
             memory: [bytes] the window.
             shift: Offset in memory less offset in the file.
         """
-        shape, itemsize = entry.spec.shape, entry.spec.dtype.itemsize
+        itemsize = entry.spec.dtype.itemsize
         first = max(0, start - entry.start) // itemsize
         last = min(stop - entry.start, entry.spec.nbytes) // itemsize
         begin = entry.start + shift + first * itemsize
         values = _elements(memory[begin : begin + (last - first) * itemsize], entry.spec.dtype)
-        for subarray in subarrays_of_range(shape, first, last):
-            at = subarray.offset_in(shape) - first
-            source = values[at : at + subarray.numel].view(subarray.size)
+        for source in pieces_of_range(values, entry.spec.shape, first):
             for piece in shard.pieces:
-                if common := subarray.intersection(piece.subarray):
-                    found = source[common.within(subarray).slices]
-                    if self._dtype is not None and found.is_floating_point():
-                        found = found.to(self._dtype)
-                    piece.view[common.within(piece.subarray).slices].copy_(found)
+                piece.copy_from(source, self._dtype)
 
 
 def _elements(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -201,8 +201,8 @@ def _planned(
 
 def _model_shards(found: ModelShards, optimizer: torch.optim.Optimizer | None) -> list[TensorShard]:
     """Return the shards of a model, with `may_wait` set for the parameters of the optimizer."""
-    changed = [] if optimizer is None else [found.shard_of(parameter) for parameter in parameters_of(optimizer)]
-    names = {shard.name for shard in changed if shard is not None}
+    parameters = [] if optimizer is None else parameters_of(optimizer)
+    names = {placement.name for placement in map(found.placement_of, parameters) if placement is not None}
     return [dataclasses.replace(shard, may_wait=shard.name in names) for shard in found.shards]
 
 

@@ -122,3 +122,14 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str
         ).rstrip()
         for row in rows
     ]
+
+
+def quoted(names: Sequence[str], most: int) -> str:
+    """Return "'a', 'b' and 3 more"; local.
+
+    Args:
+        names: The names; an empty list gives an empty text.
+        most: Number of names to show.
+    """
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

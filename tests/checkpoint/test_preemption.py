@@ -1,4 +1,4 @@
-"""When to stop: signals, time limits, and one answer on all ranks at the same step."""
+"""Early stops: signals, time limits, and one answer on all ranks at the same step."""
 
 import os
 import signal

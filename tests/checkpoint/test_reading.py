@@ -1,4 +1,4 @@
-"""What ranks read together: any division of tensors from files that any other division has written."""
+"""Reading by all ranks: any division of tensors, from files that any other division has written."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_shards import job_for, ranks_on_two_nodes, shards_of, whole_tensors
+from helpers.checkpoint_shards import full_shard, job_for, ranks_on_two_nodes, shards_of, whole_tensors
 from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +19,7 @@ from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_heade
 from axonmpi.checkpoint.ranks import ranks_of
 from axonmpi.checkpoint.reading import read_shards
 from axonmpi.checkpoint.shards.subarrays import Subarray
-from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard, full_shard
+from axonmpi.checkpoint.shards.tensor_shard import Piece, TensorShard
 from axonmpi.checkpoint.writing.job import write_checkpoint
 
 
@@ -200,7 +200,7 @@ def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_one_tensor_is_read_into_several_parts_and_a_file_that_nobody_needs_is_not_opened(
+def test_one_tensor_is_read_into_several_shards_and_a_file_that_nobody_needs_is_not_opened(
     reads, world, shared_tmp_path
 ):
     tensors = {"a": random_tensor(1_000_000)}

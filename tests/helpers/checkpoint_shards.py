@@ -82,6 +82,12 @@ def shards_of(rank, size, tensors, seed):
     return shards
 
 
+def full_shard(name, tensor):
+    """Return the shard of a rank that has the full tensor."""
+    shape = tuple(tensor.shape)
+    return TensorShard(name, shape, tensor.dtype, [Piece(Subarray.full(shape), tensor)], is_split=False)
+
+
 STATE = b'{"any": "thing"}'
 
 

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: damage, errors that all ranks raise, actions of one rank."""
+"""Helpers of the tests of checkpoints: damage, errors that all ranks raise, actions of one rank."""
 
 import os
 import zlib

@@ -157,8 +157,9 @@ def _file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str]) -> Te
             "choose a smaller max_file_size"
         )
     header = length.to_bytes(8, "little") + text.ljust(length)
-    starts = {spec.name: described[spec.name]["data_offsets"][0] for spec in specs}
-    entries = {spec.name: TensorEntry(spec, len(header) + starts[spec.name]) for spec in specs}
+    entries = {
+        spec.name: TensorEntry(spec, len(header) + described[spec.name]["data_offsets"][0]) for spec in specs
+    }
     return TensorFile(name, entries, len(header) + at, header, dict(metadata))
 
 

@@ -59,7 +59,6 @@ class ModelShards:
         self._ties = ties
         self._names: dict[int, str] = {}
         self._placements: dict[int, Placement] = {}
-        self._own: dict[int, TensorShard] = {}
         self._computed: list[tuple[_Root, dict[str, Any]]] = []
         self._buffers: dict[str, Tensor] = {}
         self._repeated: list[tuple[Tensor, Tensor]] = []
@@ -69,10 +68,6 @@ class ModelShards:
     def placement_of(self, parameter: Tensor) -> Placement | None:
         """Return the placement of a parameter that optimizers have; None for other models' parameters; local."""
         return self._placements.get(id(parameter))
-
-    def shard_of(self, parameter: Tensor) -> TensorShard | None:
-        """Return the shard of a parameter that optimizers have; None for other models' parameters; local."""
-        return self._own.get(id(parameter))
 
     @contextmanager
     def stable(self) -> Iterator[None]:
@@ -140,7 +135,7 @@ class ModelShards:
         sharded = self._sharded.get(id(tensor))
         shard = placement.shard(tensor if sharded is None else sharded.own)
         if is_parameter:
-            self._placements[id(tensor)], self._own[id(tensor)] = placement, shard
+            self._placements[id(tensor)] = placement
         else:
             self._buffers[full_name] = tensor
         if placement.is_first:
@@ -313,26 +308,21 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
         found = (_config_of(stage) for stage in model.stages.values())
         return next((config for config in found if config is not None), None)
     try:
-        made = json.loads(json.dumps(_config_values(config, type(model).__name__), default=_readable))
+        if callable(getattr(config, "to_dict", None)):
+            values = config.to_dict()
+            config = {**values, "architectures": values.get("architectures") or [type(model).__name__]}
+        as_json = json.loads(json.dumps(config, default=_readable))
     except (TypeError, ValueError):  # other tools could not read it either
         return None
-    return made if isinstance(made, dict) else None
-
-
-def _config_values(config: Any, name: str) -> dict[str, Any] | None:
-    """Return the values of the config of a model of class `name`; None for an unknown kind of config."""
-    if callable(getattr(config, "to_dict", None)):
-        values = config.to_dict()
-        return {**values, "architectures": values.get("architectures") or [name]}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return dict(config) if isinstance(config, Mapping) else None
+    return as_json if isinstance(as_json, dict) else None
 
 
 def _readable(value: Any) -> Any:
-    """Return the JSON of a value that is none: a dict of a dataclass; a text as `transformers` writes dtypes."""
+    """Return a value as JSON: a dict for a dataclass or mapping, a text as in `transformers` for a dtype."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, torch.dtype | torch.device | os.PathLike):
         return str(value).removeprefix("torch.")
     raise TypeError(type(value).__name__)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ...utils.text import quoted
 from ...wrapping.optimizer_hooks import OF_ALL_PARAMETERS
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
@@ -28,6 +29,7 @@ from .model_shards import ModelShards
 from .parameter_placement import Placement
 from .tensor_shard import TensorShard
 
+_MOST_NAMES = 3
 MANNER = ("foreach", "fused", "capturable", "differentiable")
 """Options of how a step is computed, with the same result: the optimizer in hand keeps its own."""
 NO_OPTIONS = ("params", "param_names", *MANNER)
@@ -263,8 +265,8 @@ def _options_for(
     """Return the saved options of a group's parameters, in the types that the group has."""
     if missing := [placement.name for placement in placements if placement.name not in saved]:
         raise ValueError(
-            f"optimizer: the checkpoint's optimizer did not have {_listed(missing)}, which group {index} has: "
-            "build the optimizer on the same parameters"
+            f"optimizer: the checkpoint's optimizer did not have {quoted(missing, _MOST_NAMES)}, which group "
+            f"{index} has: build the optimizer on the same parameters"
         )
     members: dict[str, list[str]] = {}
     for placement in placements:
@@ -276,18 +278,13 @@ def _options_for(
             )
         members.setdefault(found.label, []).append(placement.name)
     if len(members) > 1:
-        first, second, *_ = members.values()
+        first, second, *_ = (quoted(names, _MOST_NAMES) for names in members.values())
         raise ValueError(
-            f"optimizer: its group {index} has {_listed(first)} and {_listed(second)}, which had different options "
+            f"optimizer: its group {index} has {first} and {second}, which had different options "
             "when they were saved: build the optimizer with the same groups"
         )
     options = groups[next(iter(members))] if members else {}
     return {key: _typed(decoded(value), group.get(key)) for key, value in options.items() if key not in NO_OPTIONS}
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(map(repr, names[:most]))
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def _typed(value: Any, own: Any) -> Any:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ...groups.process_group import ProcessGroup
 from ...tensor.shards import Range, Shard, Sharded
-from .subarrays import Subarray, subarrays_of_range
-from .tensor_shard import UNREPLICATED, Piece, Replicas, TensorShard
+from .subarrays import Subarray
+from .tensor_shard import UNREPLICATED, Piece, Replicas, TensorShard, pieces_of_range
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,8 @@ class Placement:
         if last - first == math.prod(self.layer_shape):
             yield from self._in_full(Subarray.full(self.layer_shape), memory)
             return
-        elements, at = memory.view(-1), 0
-        for subarray in subarrays_of_range(self.layer_shape, first, last):
-            yield from self._in_full(subarray, elements[at : at + subarray.numel].view(subarray.size))
-            at += subarray.numel
+        for piece in pieces_of_range(memory.view(-1), self.layer_shape, first):
+            yield from self._in_full(piece.subarray, piece.view)
 
     def _in_full(self, of_layer: Subarray, view: Tensor) -> Iterator[Piece]:
         """Yield the pieces of a subarray of the layer's tensor: one for each range, none for padding."""

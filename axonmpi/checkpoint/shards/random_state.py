@@ -114,13 +114,13 @@ def _numpy_state() -> Tensor:
             f"numpy's global generator is a {state['bit_generator']}, expected the MT19937 that it is by default: "
             "a checkpoint has no room for others"
         )
-    words, place = state["state"]["key"], state["state"]["pos"]
-    return _bytes(_NUMPY.pack(*words.tolist(), place, bool(state["has_gauss"]), state["gauss"]))
+    words, position = state["state"]["key"], state["state"]["pos"]
+    return _bytes(_NUMPY.pack(*words.tolist(), position, bool(state["has_gauss"]), state["gauss"]))
 
 
 def _set_numpy(state: Tensor) -> None:
-    *words, place, has_deviate, deviate = _NUMPY.unpack(state.numpy().tobytes())
-    np.random.set_state(("MT19937", np.array(words, np.uint32), place, int(has_deviate), deviate))
+    *words, position, has_deviate, deviate = _NUMPY.unpack(state.numpy().tobytes())
+    np.random.set_state(("MT19937", np.array(words, np.uint32), position, int(has_deviate), deviate))
 
 
 def _bytes(packed: bytes) -> Tensor:

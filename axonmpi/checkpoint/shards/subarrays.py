@@ -12,8 +12,10 @@ are several contiguous runs with gaps between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class Subarray:
             if size != extent:
                 break
         return run
+
+    def run_offsets(self, shape: Sequence[int]) -> Iterator[int]:
+        """Yield the row-major number of the first element of each contiguous run in a tensor."""
+        strides, first = strides_of(shape), self.offset_in(shape)
+        for number in range(0, self.numel, self.run_in(shape)):
+            index = np.unravel_index(number, self.size) if self.size else ()
+            yield first + sum(int(at) * stride for at, stride in zip(index, strides, strict=True))
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

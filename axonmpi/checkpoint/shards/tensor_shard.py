@@ -8,14 +8,14 @@ Checkpoints are written from shards and read into shards, so readers and writers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .subarrays import Subarray
+from .subarrays import Subarray, subarrays_of_range
 
 
 class Replicas(NamedTuple):
@@ -31,7 +31,7 @@ class Replicas(NamedTuple):
 
     @classmethod
     def among(cls, ranks: Sequence[int], rank: int) -> Replicas:
-        """Return this rank's place among ranks; a rank that is none of them counts as the only one."""
+        """Return ranks as replicas; a rank that is none of them counts as the only one."""
         return cls(len(ranks), ranks.index(rank)) if rank in ranks else cls(1, 0)
 
     def times(self, inner: Replicas) -> Replicas:
@@ -53,6 +53,34 @@ class Piece:
 
     subarray: Subarray
     view: Tensor
+
+    def copy_from(self, other: Piece, dtype: torch.dtype | None = None) -> None:
+        """Copy the elements that another piece has as well; local.
+
+        Args:
+            other: A piece of the same tensor.
+            dtype: Floating-point values are rounded to it first.
+        """
+        common = self.subarray.intersection(other.subarray)
+        if common is not None:
+            values = other.view[common.within(other.subarray).slices]
+            if dtype is not None and values.is_floating_point():
+                values = values.to(dtype)
+            self.view[common.within(self.subarray).slices].copy_(values)
+
+
+def pieces_of_range(elements: Tensor, shape: Sequence[int], first: int) -> Iterator[Piece]:
+    """Yield the pieces of a tensor that contiguous elements are; local.
+
+    Args:
+        elements: [n] the elements from `first` on, in row-major order.
+        shape: Of the tensor.
+        first: Number of the first element.
+    """
+    at = 0
+    for subarray in subarrays_of_range(shape, first, first + len(elements)):
+        yield Piece(subarray, elements[at : at + subarray.numel].view(subarray.size))
+        at += subarray.numel
 
 
 @dataclass(frozen=True)
@@ -77,10 +105,3 @@ class TensorShard:
     replicas: Replicas = UNREPLICATED
     is_split: bool = True
     may_wait: bool = False
-
-
-def full_shard(name: str, tensor: Tensor, *, is_split: bool = False) -> TensorShard:
-    """Return the shard of a rank that has the full tensor; local."""
-    shape = tuple(tensor.shape)
-    piece = Piece(Subarray.full(shape), tensor.detach())
-    return TensorShard(name, shape, tensor.dtype, [piece], is_split=is_split)

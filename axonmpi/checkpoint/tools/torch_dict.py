@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...utils.text import quoted
 from .checkpoint_data import CheckpointData
 from .optimizer_dict import optimizer_dict, read_optimizer_dict
 
@@ -30,6 +31,7 @@ NAMES = {
 }
 """The names of each value in torch's examples and in programs for training."""
 _EXTRA_STATE = "_extra_state"
+_MOST_NAMES = 8
 
 
 def read_torch_dict(data: CheckpointData, source: str, saved: Any, *, only_model: bool) -> None:
@@ -57,8 +59,7 @@ def read_torch_dict(data: CheckpointData, source: str, saved: Any, *, only_model
     found = {key: _name_of(key, saved, source) for key in NAMES if key != "optimizer" or not only_model}
     model = saved.get(found.pop("model"))
     if not isinstance(model, Mapping) or not _is_state_dict(model):
-        shown = [*map(repr, saved)]
-        listed = ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing in it"
+        listed = quoted(list(saved), _MOST_NAMES) or "nothing in it"
         raise CheckpointError(
             f"{source}: expected a state dict, or a dict with one under {' or '.join(map(repr, NAMES['model']))}, "
             f"got a dict with {listed}"
@@ -125,8 +126,8 @@ def torch_dict_of(data: CheckpointData) -> dict[str, Any]:
     values = {name: value for name, value in data.values.items() if value is not None}
     if data.optimizer_state is None and not values:
         return model
-    made: dict[str, Any] = {"model": model}
+    saved: dict[str, Any] = {"model": model}
     if data.optimizer_state is not None:
         tensors = dict(zip(data.optimizer, data.fetch(data.optimizer.values()), strict=True))
-        made["optimizer"] = optimizer_dict(data.optimizer_state, tensors)
-    return made | values
+        saved["optimizer"] = optimizer_dict(data.optimizer_state, tensors)
+    return saved | values

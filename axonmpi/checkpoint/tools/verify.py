@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_range
-from ...utils.text import counted, in_ranges
+from ...utils.text import counted, in_ranges, quoted
 from ..files.checksums import BLOCK_BYTES, Checksums, block_count, crc32
 from ..files.contents import KINDS
 from ..files.folders import find_checkpoint
@@ -44,9 +44,7 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         """Return a line that names some of the tensors."""
-        names = [*map(repr, self.tensors[:_MOST_NAMES])]
-        more = len(self.tensors) - len(names)
-        named = f", in {', '.join(names)}{f' and {more} more' if more else ''}" if names else ""
+        named = f", in {quoted(self.tensors, _MOST_NAMES)}" if self.tensors else ""
         return f"{self.file}: {self.text}{named}"
 
 

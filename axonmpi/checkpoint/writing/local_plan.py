@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from ...utils.partition import split_range
@@ -149,13 +148,11 @@ def local_plan_of(
 
 def _runs(shard: TensorShard, location: TensorLocation, piece: Piece, run: int) -> Iterator[FileSlice]:
     """Yield the contiguous runs of a piece, of `run` elements each."""
-    size = piece.subarray.size
-    for first in range(0, piece.subarray.numel, run):
-        index = np.unravel_index(first, size) if size else ()
-        start = tuple(int(at) + begin for at, begin in zip(index, piece.subarray.start, strict=True))
-        offset = Subarray(start, size).offset_in(shard.shape) * shard.dtype.itemsize
-        begin = location.entry.start + offset
-        yield FileSlice(location.file, begin, piece.view, first, first + run, shard.may_wait)
+    first = 0
+    for offset in piece.subarray.run_offsets(shard.shape):
+        start = location.entry.start + offset * shard.dtype.itemsize
+        yield FileSlice(location.file, start, piece.view, first, first + run, shard.may_wait)
+        first += run
 
 
 def _rows_of(piece: Piece, writers: Replicas) -> Piece | None:

@@ -24,7 +24,7 @@ from ...backends import Backend
 from ..files.checksums import BlockSums
 from ..files.tensor_file import PAGE_BYTES, TensorFile
 from ..rank_errors import RankErrors
-from ..shards.subarrays import subarrays_of_range
+from ..shards.tensor_shard import pieces_of_range
 from .local_plan import FileSlice
 
 CHUNK_BYTES = 4 << 20
@@ -135,10 +135,8 @@ def elements_of(view: Tensor, first: int, last: int) -> Tensor:
     if view.is_contiguous() and view.device.type == "cpu":
         return view.view(-1)[first:last]
     chunk = torch.empty(last - first, dtype=view.dtype, device="cpu")
-    at = 0
-    for subarray in subarrays_of_range(view.shape, first, last):
-        chunk[at : at + subarray.numel].view(subarray.size).copy_(view[subarray.slices])
-        at += subarray.numel
+    for piece in pieces_of_range(chunk, view.shape, first):
+        piece.view.copy_(view[piece.subarray.slices])
     return chunk
 
 

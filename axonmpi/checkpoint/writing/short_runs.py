@@ -23,7 +23,7 @@ from ...utils.partition import split_range
 from ..files.tensor_file import PAGE_BYTES, TensorEntry
 from ..ranks import CheckpointRanks
 from ..shards.subarrays import Subarray, subarrays_of_range
-from ..shards.tensor_shard import Piece
+from ..shards.tensor_shard import Piece, pieces_of_range
 from .local_plan import ShortRuns, TensorLocation
 from .output import CHUNK_BYTES, Output, bytes_of
 
@@ -87,8 +87,9 @@ def _write(window: _Window, pieces: Sequence[Piece], memory: Tensor, output: Out
     first, last = _elements(location.entry, low, high)
     filled = memory[: high - low]
     with output.errors.recorded():
-        for piece in pieces:
-            _copy_into(filled.view(dtype), shape, first, last, piece)
+        for target in pieces_of_range(filled.view(dtype), shape, first):
+            for piece in pieces:
+                target.copy_from(piece)
     node.barrier()
     own = [_pages_of(low, high, node)] if is_complete else _runs(pieces, location.entry, first, last)
     with output.errors.recorded():
@@ -124,27 +125,13 @@ def _pages_of(low: int, high: int, node: ProcessGroup) -> tuple[int, int]:
     return min(max(first, low), high), min(max(last, low), high)
 
 
-def _copy_into(window: Tensor, shape: Sequence[int], first: int, last: int, piece: Piece) -> None:
-    at = 0
-    for subarray in subarrays_of_range(shape, first, last):
-        common = subarray.intersection(piece.subarray)
-        if common is not None:
-            target = window[at : at + subarray.numel].view(subarray.size)
-            target[common.within(subarray).slices].copy_(piece.view[common.within(piece.subarray).slices])
-        at += subarray.numel
-
-
 def _runs(pieces: Iterable[Piece], entry: TensorEntry, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the offsets in the file of this rank's runs among the elements from `first` up to `last`."""
     shape, itemsize = entry.spec.shape, entry.spec.dtype.itemsize
     for piece in pieces:
         for subarray in subarrays_of_range(shape, first, last):
             common = subarray.intersection(piece.subarray)
-            if common is None:
-                continue
-            run = common.run_in(shape)
-            for number in range(0, common.numel, run):
-                inner = subarrays_of_range(common.size, number, number + 1)[0]
-                start = Subarray(tuple(a + b for a, b in zip(common.start, inner.start, strict=True)), inner.size)
-                begin = entry.start + start.offset_in(shape) * itemsize
-                yield begin, begin + run * itemsize
+            if common is not None:
+                nbytes = common.run_in(shape) * itemsize
+                for offset in common.run_offsets(shape):
+                    yield entry.start + offset * itemsize, entry.start + offset * itemsize + nbytes

@@ -54,7 +54,7 @@ def changed(values: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.ranks(4)
-def test_every_layout_has_the_whole_model_in_parts(world: ax.World, layout: str, tied: bool) -> None:
+def test_every_layout_has_the_full_model_in_shards(world: ax.World, layout: str, tied: bool) -> None:
     laid = laid_out(layout, world, tied=tied)
     expected = whole_model(tied=tied)
     aliases = {"head.weight": "embedding.weight"} if tied else {}

@@ -1,4 +1,4 @@
-"""Boxes of ranges of elements, beside numpy's own indexing."""
+"""Subarrays of ranges of elements, beside numpy's own indexing."""
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +10,7 @@ shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 @given(shapes, st.data())
-def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
+def test_subarrays_of_a_range_are_its_elements_in_order(shape, data):
     count = int(np.prod(shape, dtype=int))
     last = data.draw(st.integers(0, count))
     first = data.draw(st.integers(0, last))
@@ -27,7 +27,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
 
 
 @given(shapes.filter(bool), st.data())
-def test_what_boxes_have_in_common(shape, data):
+def test_intersections_and_runs(shape, data):
     def subarray():
         start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
         return Subarray(
@@ -43,3 +43,4 @@ def test_what_boxes_have_in_common(shape, data):
     run = one.run_in(shape)
     elements = whole[one.slices].ravel()
     assert all(np.diff(elements[at : at + run]).tolist() == [1] * (run - 1) for at in range(0, len(elements), run))
+    assert list(one.run_offsets(shape)) == elements[::run].tolist()

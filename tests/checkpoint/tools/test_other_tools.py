@@ -1,4 +1,4 @@
-"""What other tools make of a checkpoint: `transformers`, the `safetensors` package, torch's own reader."""
+"""Checkpoints in other tools: `transformers`, the `safetensors` package, torch's own reader."""
 
 import functools
 
@@ -19,7 +19,7 @@ from axonmpi.tensor import full_state_dict, preset, tensor_parallelize
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("layout", ["tp", "fsdp", "fsdp_tp"])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_transformers_loads_what_was_trained_in_parts(make, layout, world, shared_tmp_path):
+def test_transformers_loads_a_model_that_was_trained_in_shards(make, layout, world, shared_tmp_path):
     mesh = ax.DeviceMesh({"dp": {"tp": 1, "fsdp": world.size, "fsdp_tp": 2}[layout], "tp": -1}, world)
     model = built(make)
     if layout != "fsdp":

@@ -1,4 +1,4 @@
-"""Who writes what: each byte once, and about as many on each rank."""
+"""The bytes that each rank writes: each byte once, and about as many on each rank."""
 
 import random
 from collections.abc import Sequence

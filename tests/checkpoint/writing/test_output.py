@@ -1,4 +1,4 @@
-"""What ranks write together, beside the safetensors package: tensors cut into subarrays in any way."""
+"""Writing by all ranks, checked by the safetensors package: tensors cut into subarrays in any way."""
 
 import json
 import os
