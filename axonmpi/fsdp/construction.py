@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.divided_parameters import mark_divided
-from .flat_parameter import BufferKind, FlatParameter, ShardedParameter
+from .flat_parameter import STALE, BufferKind, FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters
 from .offload import Files, PinnedMemory
 from .options import MixedPrecision
 from .unit import LentBuffer
 from .unit_selection import Member, UnitPlan
-
-REPLACED = "_axonmpi_replaced"
-"""Attribute of a parameter that a shard has replaced: its name. An optimizer with it was built too early."""
 
 Initialiser = Callable[[nn.Module], object]
 """Initialises a module of a model on the meta device."""
@@ -147,7 +144,7 @@ def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices)
             replicas.broadcast(flat.shard.detach())
             group.barrier()
     for member in plan.members:
-        setattr(member.parameter, REPLACED, member.name)
+        setattr(member.parameter, STALE, (member.name, "was before the model was wrapped"))
         if not member.parameter.is_meta:
             member.parameter.data = member.parameter.data.new_empty(0)
 

@@ -31,8 +31,8 @@ from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
 from .unit_selection import Member
 
-COMPUTED_WITH = "_axonmpi_computed_with"
-"""Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""
+STALE = "_axonmpi_stale"
+"""Attribute of a parameter that an optimizer must not have, as it has the sharded one instead: name and origin."""
 
 
 class BufferKind(enum.Enum):
@@ -110,7 +110,7 @@ class ShardedParameter:
     def use_buffer(self, buffer: Tensor) -> None:
         """Make the full parameter a view of [P] elements; local."""
         self.full = self._like_original(buffer[self.offset : self.offset + self.numel].view(self.shape))
-        setattr(self.full, COMPUTED_WITH, self.name)
+        setattr(self.full, STALE, (self.name, "is within a forward"))
 
     def use_shard(self, shard: Tensor, group: ProcessGroup) -> None:
         """Make the sharded parameter a view of [S] elements; local."""
