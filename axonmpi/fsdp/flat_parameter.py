@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from ..wrapping.shard_tensors import ShardOfParameter
 from .groups import ShardingGroups
 from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
-from .unit_selection import Member
 
 STALE = "_axonmpi_stale"
 """Attribute of a parameter that an optimizer must not have, as it has the sharded one instead: name and origin."""
@@ -47,6 +47,21 @@ class BufferKind(enum.Enum):
     RESIDENT = "resident"
     KEPT = "kept"
     LENT = "lent"
+
+
+@dataclass
+class Member:
+    """One parameter of the model.
+
+    Attributes:
+        name: The first of its names in the model.
+        parameter: The parameter as it was at wrapping.
+        owners: The modules with the parameter as an attribute, and the attribute's name.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 class ShardedParameter:

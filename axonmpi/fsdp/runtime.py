@@ -168,11 +168,7 @@ class FSDPRuntime:
                 forward.end_step(in_backward=False)
 
     def _begin_pass(self, *, is_training: bool) -> Callable[..., None] | None:
-        """Take changes of parameters, and wait until all ranks have made theirs; collective.
-
-        Returns:
-            The function that ends the training step; None if the forward begins none.
-        """
+        """Take changes when all ranks have made theirs; return how to end the training step, if any; collective."""
         enter_phase(Phase.FORWARD)
         end_step = None
         if self.enabled and is_training and torch.is_grad_enabled():

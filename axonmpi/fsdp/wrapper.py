@@ -20,7 +20,17 @@ from ..utils.torch_internals import outside_compile
 from ..wrapping.gradient_hooks import accumulating
 from ..wrapping.state_names import Wrapper
 from . import full_state, memory
-from .construction import Choices, build_flats, devices_of, initialise, initialise_buffers, lend_buffers
+from .construction import (
+    Choices,
+    UnitPlan,
+    build_flats,
+    devices_of,
+    find_units,
+    initialise,
+    initialise_buffers,
+    lend_buffers,
+    plan_units,
+)
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
@@ -36,7 +46,6 @@ from .options import (
 )
 from .runtime import FSDPRuntime
 from .unit import Unit
-from .unit_selection import UnitPlan, find_units, plan_units
 
 
 class FullyShardedDataParallel(Wrapper, ClipsGradients):
