@@ -61,12 +61,14 @@ class Forward:
         unit: The unit.
         first_node: Sequence number of the first autograd node that it may make.
         has_graph: True if gradients were enabled at its beginning.
+        version: Number of changes of the unit's shards at its beginning.
         end_step: Ends the training step that began with it; None if there is none.
     """
 
     unit: Unit
     first_node: int
     has_graph: bool
+    version: int
     end_step: Callable[..., None] | None
 
 

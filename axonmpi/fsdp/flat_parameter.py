@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,10 +30,9 @@ from ..wrapping.shard_tensors import ShardOfParameter
 from .groups import ShardingGroups
 from .layout import Layout
 from .offload import Files, OffloadedParameter, PinnedMemory
-from .unit_selection import Member
 
-COMPUTED_WITH = "_axonmpi_computed_with"
-"""Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""
+STALE = "_axonmpi_stale"
+"""Attribute of a parameter that an optimizer must not have, as it has the sharded one instead: name and origin."""
 
 
 class BufferKind(enum.Enum):
@@ -47,6 +47,21 @@ class BufferKind(enum.Enum):
     RESIDENT = "resident"
     KEPT = "kept"
     LENT = "lent"
+
+
+@dataclass
+class Member:
+    """One parameter of the model.
+
+    Attributes:
+        name: The first of its names in the model.
+        parameter: The parameter as it was at wrapping.
+        owners: The modules with the parameter as an attribute, and the attribute's name.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 class ShardedParameter:
@@ -110,7 +125,7 @@ class ShardedParameter:
     def use_buffer(self, buffer: Tensor) -> None:
         """Make the full parameter a view of [P] elements; local."""
         self.full = self._like_original(buffer[self.offset : self.offset + self.numel].view(self.shape))
-        setattr(self.full, COMPUTED_WITH, self.name)
+        setattr(self.full, STALE, (self.name, "is within a forward"))
 
     def use_shard(self, shard: Tensor, group: ProcessGroup) -> None:
         """Make the sharded parameter a view of [S] elements; local."""

@@ -75,12 +75,9 @@ class Files:
         nbytes = numel * dtype.itemsize
         made = self._make(nbytes) if group is None else first_rank_does(group.backend, lambda: self._make(nbytes))
         try:
-            descriptor = _open_made(*made)
-            try:
-                path = f"/proc/self/fd/{descriptor}"
+            with os.fdopen(_open_made(*made), "r+b") as file:
+                path = f"/proc/self/fd/{file.fileno()}"
                 return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
-            finally:
-                os.close(descriptor)
         finally:
             if group is not None:
                 group.barrier()  # all have mapped it
@@ -90,11 +87,9 @@ class Files:
     def _make(self, nbytes: int) -> tuple[Path, int]:
         """Make a file; return its path and inode."""
         descriptor, name = self._new_file()
-        try:
+        with os.fdopen(descriptor, "wb"):
             os.ftruncate(descriptor, nbytes)
             return Path(name), os.fstat(descriptor).st_ino
-        finally:
-            os.close(descriptor)
 
     def _new_file(self) -> tuple[int, str]:
         """Make an empty file while other ranks may remove the empty folder; return descriptor and path."""

@@ -27,8 +27,7 @@ from ..wrapping.optimizer_hooks import (
     ordinary_gradients,
     parameters_of,
 )
-from .construction import REPLACED
-from .flat_parameter import COMPUTED_WITH
+from .flat_parameter import STALE
 from .runtime import FSDPRuntime
 
 _RUNTIME = "_axonmpi_runtime"
@@ -79,11 +78,11 @@ def _runtimes_of(optimizer: Optimizer) -> list[FSDPRuntime]:
 
 
 def _check_current(parameter: Tensor) -> None:
-    replaced, computed = getattr(parameter, REPLACED, None), getattr(parameter, COMPUTED_WITH, None)
-    if replaced is not None or computed is not None:
-        when = "was before the model was wrapped" if computed is None else "is within a forward"
+    stale = getattr(parameter, STALE, None)
+    if stale is not None:
+        name, origin = stale
         raise ValueError(
-            f"this optimizer has parameter {replaced or computed!r} as it {when}, and would change nothing: build "
+            f"this optimizer has parameter {name!r} as it {origin}, and would change nothing: build "
             "the optimizer after wrapping, on fsdp.parameters()"
         )
 

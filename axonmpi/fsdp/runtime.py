@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..record import Phase, enter_phase
@@ -109,31 +109,32 @@ class FSDPRuntime:
 
     # ---- forward --------------------------------------------------------------------------------------------
 
-    def _before(self, unit: Unit, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.shows_copies:
             return None
-        self._before_forward(unit)
+        self._before_forward(unit, is_training=module.training)
         return None if self._cast is None else converted((args, kwargs), self._cast)
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call another method of the model than its forward, which computes as forward does; collective."""
-        model, output = self.units[0], None
-        args, kwargs = self._before(model, model.module, args, kwargs) or (args, kwargs)
+        unit, output = self.units[0], None
+        assert unit.module is not None
+        args, kwargs = self._before(unit, unit.module, args, kwargs) or (args, kwargs)
         try:
             output = method(*args, **kwargs)
         finally:
-            self._after_forward(model, model.module, args, output)
+            self._after_forward(unit, unit.module, args, output)
         return output
 
     @outside_compile
-    def _before_forward(self, unit: Unit) -> None:
+    def _before_forward(self, unit: Unit, *, is_training: bool) -> None:
         """Gather a unit and show its full parameters; collective."""
         is_recomputed, end_step = in_backward(), None
         if not self.clock.forwards and not is_recomputed:
-            end_step = self._begin_pass(unit)
+            end_step = self._begin_pass(is_training=is_training)
         unit.gather()
-        unit.version = unit.changes()
-        self.clock.begin_forward(Forward(unit, next_sequence_number(), torch.is_grad_enabled(), end_step))
+        has_graph, first_node = torch.is_grad_enabled(), next_sequence_number()
+        self.clock.begin_forward(Forward(unit, first_node, has_graph, unit.changes(), end_step))
         unit.active += 1
         if unit.active == 1:
             unit.show_full()
@@ -160,20 +161,16 @@ class FSDPRuntime:
                 enter_phase(Phase.OTHER)
             event = self.clock.next_event()
         if torch.is_grad_enabled():
-            hook = partial(weakly(self.before_backward, unit), unit.version, event, forward.end_step)
+            hook = partial(weakly(self.before_backward, unit), forward.version, event, forward.end_step)
             is_watched = watch_output(output, hook, since=forward.first_node, is_outermost=not forwards)
             if forward.end_step is not None and not is_watched:
                 forward.end_step(in_backward=False)
 
-    def _begin_pass(self, unit: Unit) -> Callable[..., None] | None:
-        """Take changes of parameters, and wait until all ranks have made theirs; collective.
-
-        Returns:
-            The function that ends the training step; None if the forward begins none.
-        """
+    def _begin_pass(self, *, is_training: bool) -> Callable[..., None] | None:
+        """Take changes when all ranks have made theirs; return how to end the training step, if any; collective."""
         enter_phase(Phase.FORWARD)
-        has_graph, end_step = torch.is_grad_enabled(), None
-        if self.enabled and unit.is_training and has_graph:
+        end_step = None
+        if self.enabled and is_training and torch.is_grad_enabled():
             end_step = self.queue.steps.begin()
         self._drop_failed_backward()
         self._hide()

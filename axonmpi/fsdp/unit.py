@@ -67,7 +67,6 @@ class Unit:
         active: Number of forwards of the module that are running; parameters are full meanwhile.
         shown: True if parameters are full because backward recomputes something.
         first_event: Number of the begin of its first forward without a backward so far; infinite if there is none.
-        version: Number of changes of the shards at the time of the last forward.
         pending: Gathers under way.
     """
 
@@ -83,7 +82,6 @@ class Unit:
         self.active = 0
         self.shown = False
         self.first_event: float = math.inf
-        self.version = 0
         self.pending: list[Work | None] = []
         if lent is not None:
             lent.users += 1
@@ -93,12 +91,6 @@ class Unit:
     def module(self) -> nn.Module | None:
         """The module, None once it was dropped."""
         return self._module()
-
-    @property
-    def is_training(self) -> bool:
-        """True if the module is in training mode."""
-        module = self._module()
-        return module is not None and module.training
 
     @property
     def is_valid(self) -> bool:
@@ -141,9 +133,8 @@ class Unit:
             return
         if self.lent is not None:
             self._take_buffer(self.lent)
-        lent = [flat for flat in self.flats if flat.kind is BufferKind.LENT]
-        stale = [flat for flat in self.flats if flat.kind is BufferKind.KEPT and not flat.is_valid]
-        self.pending = [flat.gather() for flat in [*lent, *stale]]
+        stale = [flat for flat in self.flats if flat.kind is BufferKind.LENT or not flat.is_valid]
+        self.pending = [flat.gather() for flat in stale]
 
     def _take_buffer(self, lent: LentBuffer) -> None:
         holder = lent.holder

@@ -20,7 +20,17 @@ from ..utils.torch_internals import outside_compile
 from ..wrapping.gradient_hooks import accumulating
 from ..wrapping.state_names import Wrapper
 from . import full_state, memory
-from .construction import Choices, build_flats, devices_of, initialise, initialise_buffers, lend_buffers
+from .construction import (
+    Choices,
+    UnitPlan,
+    build_flats,
+    devices_of,
+    find_units,
+    initialise,
+    initialise_buffers,
+    lend_buffers,
+    plan_units,
+)
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
@@ -36,7 +46,6 @@ from .options import (
 )
 from .runtime import FSDPRuntime
 from .unit import Unit
-from .unit_selection import UnitPlan, find_units, plan_units
 
 
 class FullyShardedDataParallel(Wrapper, ClipsGradients):
@@ -72,6 +81,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         process_group: The ranks that shard the parameters.
         replicate_group: The ranks with the same shard; None if there are no others.
         sharding_strategy: The strategy; `strategy` is the same.
+        runtime: The units and parameters of the model; for checkpoints.
         unit_names: Names of the units; the model itself, with all parameters of no other unit, is the empty name.
 
     Raises:
@@ -167,11 +177,11 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             for flat in unit.flats
             if flat.trains
         ]
-        self._runtime = FSDPRuntime(self._groups, units, gradients, self._precision.param_dtype)
-        runtime, computes_in = self._runtime, self._precision.param_dtype
+        self.runtime = FSDPRuntime(self._groups, units, gradients, self._precision.param_dtype)
+        runtime, computes_in = self.runtime, self._precision.param_dtype
         if computes_in is not None:
             keep_precision(dict.fromkeys(choices.kept.values()), computes_in, lambda: runtime.shows_copies)
-        watch_optimizers(self._runtime)
+        watch_optimizers(self.runtime)
 
     def _init_buffers(self, choices: Choices) -> None:
         """Broadcast rank 0's buffers, in the dtype of mixed precision."""
@@ -192,39 +202,34 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
     def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module, which computes as forward does; collective."""
-        return self._runtime.call(getattr(self.module, name), args, kwargs)
-
-    @property
-    def runtime(self) -> FSDPRuntime:
-        """The units and parameters of the model; for checkpoints."""
-        return self._runtime
+        return self.runtime.call(getattr(self.module, name), args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let full gradients of backwards in this context accumulate on each rank; local.
 
         The next backward outside reduces them, as does `sync_gradients()`.
         """
-        return accumulating(self._runtime)
+        return accumulating(self.runtime)
 
     @property
     def needs_whole_backward(self) -> bool:
         """True if gradients of inputs and of parameters have to be computed together, since units are gathered."""
-        return not all(unit.is_resident for unit in self._runtime.units)
+        return not all(unit.is_resident for unit in self.runtime.units)
 
     @outside_compile
     def sync_gradients(self) -> None:
         """Average gradients that backward has not averaged; collective. Does nothing if there are none."""
-        self._runtime.reduce_accumulated()
+        self.runtime.reduce_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that have accumulated in `no_sync()`; local."""
         super().zero_grad(set_to_none)
-        self._runtime.queue.discard()
+        self.runtime.queue.discard()
 
     def _gradient_copies(
         self, group: ProcessGroup | None, copies: Copies | None
     ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
-        named = [(parameter.name, parameter.sharded) for parameter in self._runtime.parameters]
+        named = [(parameter.name, parameter.sharded) for parameter in self.runtime.parameters]
         replicas = self._groups.replicas_in(group)
         if group is not None:
             asked = [group]
@@ -245,14 +250,14 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         averages, and a step changes the full parameters. Forwards without gradients need no other rank.
         """
         if not self._is_gathered:
-            self._runtime.gather_full()
+            self.runtime.gather_full()
             self._is_gathered = True
 
     def reshard_parameters(self) -> None:
         """Show this rank's shards again, with the changes of the full parameters; collective."""
         if self._is_gathered:
             self._is_gathered = False
-            self._runtime.reshard()
+            self.runtime.reshard()
 
     _is_gathered = False
 
@@ -264,11 +269,11 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             writeback: Take changes of the values over, each rank those of its shard.
         """
         check_flags(writeback=writeback)
-        self._runtime.gather_full(writeback=writeback)
+        self.runtime.gather_full(writeback=writeback)
         try:
             yield
         finally:
-            self._runtime.reshard()
+            self.runtime.reshard()
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -281,8 +286,8 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             rank0_only: Rank 0 gets the state dict; the others get an empty dict.
             device: Device of its tensors, such as `"cpu"` for more memory than a GPU has; None: that of the shards.
         """
-        with self._runtime.between_steps():
-            return full_state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
+        with self.runtime.between_steps():
+            return full_state.full_state_dict(self.module, self.runtime, rank0_only=rank0_only, device=device)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -294,8 +299,8 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         Raises:
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
-        with self._runtime.between_steps():
-            full_state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
+        with self.runtime.between_steps():
+            full_state.load_full_state_dict(self.module, self.runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self,
@@ -314,9 +319,9 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         Returns:
             `"state"`: the full state of each parameter, by name; `"param_groups"`: the options, with names.
         """
-        with self._runtime.between_steps():
+        with self.runtime.between_steps():
             return full_state.full_optimizer_state_dict(
-                self._runtime, optimizer, rank0_only=rank0_only, device=device
+                self.runtime, optimizer, rank0_only=rank0_only, device=device
             )
 
     def load_full_optimizer_state_dict(
@@ -331,8 +336,8 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         Raises:
             ValueError: The parameters do not fit; on all ranks.
         """
-        with self._runtime.between_steps():
-            full_state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
+        with self.runtime.between_steps():
+            full_state.load_full_optimizer_state_dict(self.runtime, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -341,7 +346,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
         Shared memory of a node counts in equal shares for its ranks.
         """
-        return memory.measured(self._runtime)
+        return memory.measured(self.runtime)
 
     def memory_estimate(
         self,
@@ -365,7 +370,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
         given = self.strategy if sharding_strategy is None else sharding_strategy
         return memory.estimated(
-            self._runtime,
+            self.runtime,
             member("sharding_strategy", ShardingStrategy, given),
             world_size,
             ranks_per_node,

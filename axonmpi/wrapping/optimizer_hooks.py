@@ -145,8 +145,8 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _begin_step(optimizer: Optimizer) -> None:
-    knows_elements = _treats_elements(optimizer)
-    undo = _unmark(p for p in parameters_of(optimizer) if knows_elements or not getattr(p, "is_split", False))
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")  # each function of others is checked
+    undo = _unmark(p for p in parameters_of(optimizer) if is_torchs or not getattr(p, "is_split", False))
     if undo:
         _stepping[optimizer] = undo
 
@@ -168,11 +168,6 @@ def _with_marks(optimizer: Optimizer, value: Any) -> Any:
         return result
 
     return closure
-
-
-def _treats_elements(optimizer: Optimizer) -> bool:
-    """Return True for torch's own optimizers, whose functions need no check; local."""
-    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def _check_sees_enough(optimizer: Optimizer) -> None:

@@ -58,6 +58,10 @@ class _Part(Tensor):
         copied: Tensor = memo.setdefault(id(self), self.detach().clone().as_subclass(type(self)))
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travel as an ordinary tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 class PartOfGradient(_Part):
     """Gradient of a rank's shard of a tensor-parallel layer."""
@@ -75,10 +79,6 @@ class PartOfGradient(_Part):
         "max_norm=math.inf only measure; scale losses with axonmpi.ShardedGradScaler. "
         "gradient.as_subclass(torch.Tensor) is the part as an ordinary tensor"
     )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travel as an ordinary tensor."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class Shard(_Part):
@@ -120,8 +120,6 @@ class Shard(_Part):
         if scope is not Scope.SHARD or cls.refused:
             cls.check(function, args, kwargs)
         result = ordinary.__torch_function__(function, types, args, kwargs)
-        if scope is Scope.SHARD and type(result) is Tensor and function == _GRADIENT:
-            result.__class__ = Shard
         if scope not in (Scope.ELEMENTS, Scope.FLAT) or result is None:
             return result
         kind = Shard if issubclass(cls, nn.Parameter) else cls
@@ -133,14 +131,10 @@ class Shard(_Part):
                 made.source = getattr(args[0], "source", args[0])
             return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travel as an ordinary tensor."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
 
 _LIBRARY = __name__.partition(".")[0] + "."
 _tensor: Any = Tensor
-_GRADIENT, _SET_DATA = _tensor.grad.__get__, _tensor.data.__set__
+_SET_DATA = _tensor.data.__set__
 
 
 def _marked(result: Any, args: Sequence[Any], kind: type[Tensor]) -> Any:

@@ -122,8 +122,8 @@ def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def _has_prefix(wrapper: nn.Module, keys: Sequence[str]) -> bool:
-    """Return True if most keys begin with the prefix; a module may have a submodule "module" of its own."""
-    # Not the wrapper's own methods, which leave the prefix out.
+    """Return True if more keys are known as they are than with the prefix; a submodule may be called "module"."""
+    # By nn.Module's methods, as the wrapper's own leave the prefix out.
     parameters, buffers = nn.Module.named_parameters(wrapper), nn.Module.named_buffers(wrapper)
     names = {name for name, _ in [*parameters, *buffers]}
     return sum(key in names for key in keys) > sum(_PREFIX + key in names for key in keys)

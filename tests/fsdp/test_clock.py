@@ -39,7 +39,7 @@ def test_each_transition_is_made_or_names_both_states(before, after):
 
 
 def forward_of(unit: Any) -> Forward:
-    return Forward(unit, 0, True, None)
+    return Forward(unit, 0, True, 0, None)
 
 
 def test_the_outermost_forward_is_a_state_but_in_backward():

@@ -108,7 +108,7 @@ def test_a_step_begins_after_the_copies_of_what_it_changes(world, noted, strateg
 def test_each_unit_is_copied_while_the_one_before_computes(world, noted):
     model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.PARAMS)
     uploads: list[str] = []
-    for unit in model._runtime.units:
+    for unit in model.runtime.units:
         begin = unit.begin_gather
 
         def begin_gather(begin: Any = begin, name: str = unit.name) -> None:
@@ -121,7 +121,7 @@ def test_each_unit_is_copied_while_the_one_before_computes(world, noted):
         for _ in range(2):  # the first one learns the order
             uploads.clear()
             model(own_data(model, world)[0])
-    for before, after in pairwise([unit.name for unit in model._runtime.units if unit.lent is not None]):
+    for before, after in pairwise([unit.name for unit in model.runtime.units if unit.lent is not None]):
         assert uploads.index(after) < uploads.index(f"compute {before}")
 
 
@@ -130,8 +130,8 @@ def test_each_unit_is_copied_while_the_one_before_computes(world, noted):
 def test_gradients_lie_in_memory_of_the_cpu(world):
     model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.PARAMS)
     train(model, world, 2)
-    assert all(isinstance(flat.pinned, PinnedMemory) and not flat.in_place for flat in model._runtime.flats)
-    for gradient in model._runtime.queue.gradients:
+    assert all(isinstance(flat.pinned, PinnedMemory) and not flat.in_place for flat in model.runtime.flats)
+    for gradient in model.runtime.queue.gradients:
         own = [parameter.sharded.grad for parameter in gradient.flat.parameters if parameter.own.numel()]
         assert own
         assert len({grad.untyped_storage().data_ptr() for grad in (*own, gradient.shard)}) == 1

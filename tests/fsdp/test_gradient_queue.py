@@ -173,7 +173,7 @@ def gradient_of(world, monkeypatch):
     def make(**options) -> FlatGradient:
         model = ax.FSDP(built(lambda: nn.Linear(3, 2)), group, **options)
         kept.append(model)
-        (gradient,) = model._runtime.queue.gradients
+        (gradient,) = model.runtime.queue.gradients
         return gradient
 
     kept: list[ax.FSDP] = []
