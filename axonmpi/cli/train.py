@@ -1,6 +1,6 @@
 """`axonmpi train`: a training run with settings from flags and a file.
 
-Errors that need no other rank are found before MPI starts: in the flags, in the file, in the text.
+Errors in the flags, the file and the text are found before MPI starts, since they need no other rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Flags(Config):
     """A .toml, .yaml or .yml file with settings named as the flags below; flags override it."""
 
     def __post_init__(self) -> None:
-        """Check nothing: `Config` says in one line what is wrong, tyro in a box."""
+        """Check nothing: tyro would print errors in a box, `Config` prints them in one line."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 85 where the run was told to stop and can go on; 2 where the text or the settings cannot be used; 1 where
-        training diverged or a checkpoint cannot be read or written.
+        0; 85 if the run was stopped and can go on; 2 if the text or the settings cannot be used; 1 if training
+        diverged or a checkpoint cannot be read or written.
 
     Raises:
         SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
@@ -87,7 +87,7 @@ def _run(config: Config, guard: PreemptionGuard) -> int:
 
 
 def _start(wanted: str) -> World:
-    """Start the world, of GPUs where the setting `device` means that on all ranks; collective.
+    """Start the world, of GPUs if the setting `device` means GPUs on all ranks; collective.
 
     Raises:
         SystemExit: It means different devices on different ranks, or the GPUs cannot be used; on all ranks.
@@ -112,14 +112,14 @@ def _start(wanted: str) -> World:
 
 
 def _device_type(wanted: str) -> tuple[str, str]:
-    """Return the type of device that the setting means on this rank, and why not the GPU that it sees; local."""
+    """Return the type of device on this rank, and the reason if it does not use a GPU that it sees; local."""
     if wanted != "auto":
         return wanted, ""
     if not NcclBackend.device_count():
         return "cpu", ""
     try:
         NcclBackend.nccl_version()
-        gpu_identity(0)  # starts CUDA, where it can
+        gpu_identity(0)  # starts CUDA, or raises
     except (NcclError, RuntimeError) as error:
         return "cpu", f", though there is a GPU: {error}"
     return "cuda", ""
@@ -143,7 +143,7 @@ def _agree_on_files(world: World, problem: str = "") -> None:
 
 
 def _on_several_nodes() -> bool:
-    """Say whether the launcher started ranks elsewhere, or does not tell."""
+    """Return True if the launcher may have started ranks on other nodes."""
     return any((launcher.size or 2) > (launcher.local_size or 1) for launcher in detect_launchers()[:1])
 
 

@@ -1,11 +1,11 @@
-"""`axonmpi why`: of a job that runs or hangs, who waits for whom, and why; asked from another shell.
+"""`axonmpi why`: the ranks of a running or hanging job that wait for others, from another shell.
 
     axonmpi why                   the job of this user that runs on this node
     axonmpi why 3fa2c1d0          a job by its name
     axonmpi why 41237             a job by the process of a rank, or of its mpirun
 
-It reads the pages of the ranks, twice, and asks the ranks for their stacks. It needs neither MPI nor an
-answer of the ranks. A node knows its own ranks; those of others where all nodes write to one folder.
+It reads the records of the ranks twice, in shared memory, and requests the ranks' stacks. It works without MPI, and
+if no rank responds. A node has the records of its own ranks; a shared folder (`--run-folder`) adds other nodes'.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .arguments import parse_arguments
 from .output import BAD_USAGE, refuse
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the pages: what a rank does not do in that time, it may not do at all."""
+"""Time between two reads of the records: a rank that begins no operation in this time may be hanging."""
 SPY_SECONDS = 10.0
 _PROGRAM = "axonmpi why"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a job.
+    """The state of a job.
 
     Attributes:
         job: Its name.
         program: Its command line.
-        diagnosis: Who waits for whom.
-        going_on: Ranks that have begun an operation between the two looks.
-        stacks: Of the ranks that have to be looked at.
-        asked: How the job was named.
+        diagnosis: The ranks that wait, and the ranks that they wait for.
+        going_on: Ranks that have begun an operation between the two reads.
+        stacks: By rank, of the ranks that others wait for.
+        asked: The name of the job on the command line.
     """
 
     job: str
@@ -60,12 +60,12 @@ class Report:
 
     @property
     def hangs(self) -> bool:
-        """Whether ranks wait for others, and none of those that are known has gone on."""
+        """Whether ranks wait for others, and no rank has gone on."""
         return bool(self.diagnosis.behind) and not self.going_on
 
 
 def main(argv: Sequence[str]) -> int:
-    """Say what a job waits for; local.
+    """Print the state of a job; local.
 
     Returns:
         0 if the job goes on or has ended, 1 if it hangs, 2 if there is no such job.
@@ -102,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---- looking ----------------------------------------------------------------------------------------------------
+# ---- examining --------------------------------------------------------------------------------------------------
 
 
 def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | None = None) -> Report:
-    """Look at a job twice, and find out what its ranks wait for; local.
+    """Read the records of a job twice, and diagnose it; local.
 
     Args:
-        pages: Of its ranks on this node.
-        stacks: Whether to ask ranks for their stacks.
-        folder: Where the nodes tell each other, if anywhere.
+        pages: The records of its ranks on this node.
+        stacks: Whether to request stacks from the ranks.
+        folder: A folder in which the nodes exchange their records; None: this node only.
     """
     before = {page.rank: page.latest for page in pages}
     time.sleep(LOOK_SECONDS)
@@ -129,7 +129,7 @@ def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | No
 
 
 def _stack(page: RankPage, written: Mapping[int, str]) -> str:
-    """Return a rank's stack, by py-spy where the rank does not answer and py-spy is there."""
+    """Return a rank's stack, by py-spy if the rank does not answer and py-spy is installed."""
     text = written[page.rank]
     spy = shutil.which("py-spy") if text.startswith("(no stack") else None
     if spy is None:
@@ -142,7 +142,7 @@ def _stack(page: RankPage, written: Mapping[int, str]) -> str:
     return spied.stdout.strip() or text
 
 
-# ---- telling ----------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------
 
 
 def as_text(report: Report) -> str:
@@ -172,7 +172,7 @@ def as_text(report: Report) -> str:
 
 
 def _without_idents(stack: str) -> str:
-    """Return a stack without the numbers of threads, so that those of several ranks are the same text."""
+    """Return a stack without thread numbers, so that equal stacks of several ranks are equal texts."""
     return re.sub(r"hread 0x[0-9a-f]+", "hread", stack)
 
 
