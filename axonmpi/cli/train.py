@@ -24,7 +24,7 @@ from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from ..utils.device import gpu_identity
-from ..utils.text import lines_of_ranks, ranks_by_text
+from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
 from .output import print_on_first_rank, printed_once, refuse
 
 _PROGRAM = "axonmpi train"
@@ -93,7 +93,7 @@ def _start(wanted: str) -> World:
         SystemExit: It means different devices on different ranks, or the GPUs cannot be used; on all ranks.
     """
     world = init_process_group()
-    _agree_on_files(world)
+    _check_files(world)
     kinds, reasons = zip(*world.default_group.all_gather_object(_device_type(wanted)), strict=True)
     if len(set(kinds)) > 1:
         ranks = ranks_by_text({rank: "".join(found) for rank, found in enumerate(zip(kinds, reasons, strict=True))})
@@ -128,18 +128,16 @@ def _device_type(wanted: str) -> tuple[str, str]:
 def _refuse_file(message: str) -> int:
     """Refuse a file that this rank cannot use, before anything is sent; other nodes may have it."""
     if _on_several_nodes():
-        # else ranks of other nodes would wait in MPI_Init for this one, for ever
-        _agree_on_files(init_process_group(), message)
+        # Else ranks of other nodes would wait for this rank in MPI_Init for ever.
+        _check_files(init_process_group(), message)
     return refuse(_PROGRAM, message)
 
 
-def _agree_on_files(world: World, problem: str = "") -> None:
-    """End on all ranks, with code 2 and one message, if any of them has a problem with a file; collective."""
-    problems = world.default_group.all_gather_object(problem)
-    found = [rank for rank, problem in enumerate(problems) if problem]
-    if found:
-        where = "" if len(found) == len(problems) else f"rank {found[0]}: "
-        raise SystemExit(refuse(_PROGRAM, where + problems[found[0]]))
+def _check_files(world: World, problem: str = "") -> None:
+    """End on all ranks, with code 2 and one message, if a rank has a problem with a file; collective."""
+    text = text_of_problems(world.default_group.all_gather_object(problem))
+    if text:
+        raise SystemExit(refuse(_PROGRAM, text))
 
 
 def _on_several_nodes() -> bool:
@@ -178,7 +176,7 @@ def parse(argv: Sequence[str]) -> Config:
         base = _from_file(argv)
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
-    widen_terminal(_NARROWEST)  # in a column or two tyro never comes to an end
+    widen_terminal(_NARROWEST)  # tyro never ends on a terminal of one or two columns
     groups = [group.name for group in fields(base)]
     default = _Flags(*(getattr(base, name) for name in groups))
     with printed_once():

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Report:
         diagnosis: The ranks that wait, and the ranks that they wait for.
         going_on: Ranks that have begun an operation between the two reads.
         stacks: By rank, of the ranks that others wait for.
-        asked: The name of the job on the command line.
     """
 
     job: str
@@ -56,7 +55,6 @@ class Report:
     diagnosis: Diagnosis
     going_on: tuple[int, ...]
     stacks: Mapping[int, str]
-    asked: str = ""
 
     @property
     def hangs(self) -> bool:
@@ -79,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
         files = dump(pages, options.dump)
         print(f"{counted(len(files), 'file')} in {options.dump}; analyse with: torchfrtrace {options.dump}")
         return 0
-    report = replace(examine(pages, stacks=options.stacks, folder=options.run_folder), asked=options.job)
-    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
+    report = examine(pages, stacks=options.stacks, folder=options.run_folder)
+    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report, options.job))
     return int(report.hangs)
 
 
@@ -145,61 +143,52 @@ def _stack(page: RankPage, written: Mapping[int, str]) -> str:
 # ---- printing --------------------------------------------------------------------------------------------------
 
 
-def as_text(report: Report) -> str:
-    """Return the report for people."""
-    found = report.diagnosis
-    lines = [f"job {report.job}: {report.program}", f"{counted(found.size, 'rank')}, {_nodes(found)}", ""]
-    processes = {standing.page.pid: rank for rank, standing in found.standings.items()}
-    if report.asked.isdecimal() and int(report.asked) in processes:
-        lines.insert(2, f"process {report.asked} is rank {processes[int(report.asked)]}")
-    lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in found.classes]
+def as_text(report: Report, job: str = "") -> str:
+    """Return the report for people; `job` is the job's name, or one of its processes, on the command line."""
+    diagnosis = report.diagnosis
+    hosts = ranks_by_text({rank: standing.page.host for rank, standing in diagnosis.standings.items()})
+    nodes = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+    lines = [f"job {report.job}: {report.program}", f"{counted(diagnosis.size, 'rank')}, {nodes}", ""]
+    processes = {standing.page.pid: rank for rank, standing in diagnosis.standings.items()}
+    if job.isdecimal() and int(job) in processes:
+        lines.insert(2, f"process {job} is rank {processes[int(job)]}")
+    lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in diagnosis.classes]
     lines.append("")
     if report.going_on:
         lines.append(f"The job goes on: {name_ranks(report.going_on)} began operations within {LOOK_SECONDS:g} s.")
-    lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in found.sentences]
-    if all(standing.condition is Condition.GONE for standing in found.standings.values()):
+    lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in diagnosis.sentences]
+    if all(standing.condition is Condition.GONE for standing in diagnosis.standings.values()):
         lines.append("The job has ended: this is where its ranks were.")
-    elif not report.going_on and not found.behind:
+    elif not report.going_on and not diagnosis.behind:
         lines.append("No rank waits for another one that is known here.")
-    if found.unknown:
+    if diagnosis.unknown:
         todo = "ask there, or let all nodes write to one folder with --run-folder"
-        lines.append(f"Not known here, as on other nodes: {name_ranks(found.unknown)}; {todo}.")
-    for stack, ranks in ranks_by_text(
-        {rank: _without_idents(text) for rank, text in report.stacks.items()}
-    ).items():
+        lines.append(f"Not known here, as on other nodes: {name_ranks(diagnosis.unknown)}; {todo}.")
+
+    # Without thread numbers, equal stacks of several ranks are equal texts.
+    stacks = {rank: re.sub(r"hread 0x[0-9a-f]+", "hread", text) for rank, text in report.stacks.items()}
+    for stack, ranks in ranks_by_text(stacks).items():
         lines += ["", f"Stack of {name_ranks(ranks)}, innermost frame first:", stack]
     return "\n".join(lines)
 
 
-def _without_idents(stack: str) -> str:
-    """Return a stack without thread numbers, so that equal stacks of several ranks are equal texts."""
-    return re.sub(r"hread 0x[0-9a-f]+", "hread", stack)
-
-
-def _nodes(found: Diagnosis) -> str:
-    hosts: dict[str, list[int]] = {}
-    for rank, standing in found.standings.items():
-        hosts.setdefault(standing.page.host, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """Return the report for programs."""
-    found = report.diagnosis
+    diagnosis = report.diagnosis
     return {
         "job": report.job,
         "program": report.program,
-        "size": found.size,
+        "size": diagnosis.size,
         "hangs": report.hangs,
         "going_on": report.going_on,
-        "classes": [{"place": place, "ranks": ranks} for place, ranks in found.classes],
-        "waits": {rank: sorted(awaited) for rank, awaited in found.waits.items()},
-        "behind": found.behind,
-        "is_circle": found.is_circle,
-        "unknown": found.unknown,
-        "sentences": found.sentences,
+        "classes": [{"place": place, "ranks": ranks} for place, ranks in diagnosis.classes],
+        "waits": {rank: sorted(awaited) for rank, awaited in diagnosis.waits.items()},
+        "behind": diagnosis.behind,
+        "is_circle": diagnosis.is_circle,
+        "unknown": diagnosis.unknown,
+        "sentences": diagnosis.sentences,
         "stacks": report.stacks,
-        "ranks": [_of_rank(standing) for standing in found.standings.values()],
+        "ranks": [_of_rank(standing) for standing in diagnosis.standings.values()],
     }
 
 

@@ -23,6 +23,10 @@ LEAST_SPEED = 0.1e9
 """Bytes a second below which a warning is due: those of a network of 1 Gbit/s."""
 MOST_LATENCY = 1e-3
 """Seconds of an all-reduce of four bytes above which a warning is due."""
+_SHARED_PATHS = {
+    "node": "through memory that all ranks share",
+    "nodes": "through memory that the ranks of a node share, by MPI between nodes",
+}
 _DEVICE = re.compile(r"MPICH Device:\s*(\S+)")
 _TRANSPORT = re.compile(r"/(lib(?:fabric|ucp|ibverbs|psm2|psm_infinipath|mlx5|cxi|opx)\b)[^/]*$")
 
@@ -75,10 +79,8 @@ def wrong_settings(comm: Any) -> Finding | None:
 def path(comm: Any) -> Finding:
     """Describe the path between all ranks; collective."""
     name, obstacle = path_of(comm)
-    if name == "node":
-        return Finding("path", "node: through memory that all ranks share")
-    if name == "nodes":
-        return Finding("path", "nodes: through memory that the ranks of a node share, by MPI between nodes")
+    if name in _SHARED_PATHS:
+        return Finding("path", f"{name}: {_SHARED_PATHS[name]}")
     if not wants_shared_memory():
         return Finding("path", "plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it")
     if not obstacle:
