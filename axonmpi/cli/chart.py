@@ -4,7 +4,7 @@
     axonmpi chart --schedule zero-bubble --stages 8 --chunks 2 --micro-batches 16 --output chart.svg
     axonmpi chart --schedule 1f1b --stages 4 --micro-batches 8 --trace run.json --output chart.png
 
-No stage is run. With a trace, the ideal takes its times from the real run, so that the two differ by waiting only.
+No stage is run. With a trace, the ideal has the times of the real run, so that the two differ by waiting only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 
 def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
-    """Return the times given by flags, and else measured in the real run or the defaults."""
+    """Return the times of the flags; of the others those of the real run, or the defaults."""
     given = {name: getattr(options, name) for name in _COSTS if getattr(options, name) is not None}
     return dataclasses.replace(Costs() if measured is None else measured_costs(measured), **given)
 

@@ -1,10 +1,10 @@
-"""`axonmpi checkpoint`: what is in a checkpoint, whether it is whole, and the same in another format.
+"""`axonmpi checkpoint`: inspection, verification and conversion of checkpoints.
 
     axonmpi checkpoint inspect runs/one/latest --tensors
     axonmpi checkpoint verify runs/one/latest
     axonmpi checkpoint convert runs/one/latest weights.safetensors
 
-No model is built. `verify` divides the work among the ranks it is started on; the others are for one process.
+No model is built. `verify` shards the work over the ranks that run it; the other actions are for one process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +35,6 @@ from .output import print_on_first_rank, refuse
 
 _PROGRAM = "axonmpi checkpoint"
 _DAMAGED = 1
-_REDRAW_SECONDS = 0.1
 _FOREIGN = (
     "a .safetensors file, a folder of transformers, a file of torch.save (.pt, .pth, .bin, .ckpt), a folder of "
     "torch.distributed.checkpoint (DCP)"
@@ -56,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 1 if what is verified is damaged; 2 if there is no such checkpoint, or it cannot be read or written.
+        0; 1 if the checkpoint is damaged; 2 if there is no such checkpoint, or it cannot be read or written.
 
     Raises:
         SystemExit: A flag is unknown or bad (code 2), or help was asked for (code 0).
@@ -133,7 +131,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _shown(text: str) -> Iterator[Progress]:
-    """Show on a terminal how far something is, and nothing where there is none; the line goes in the end."""
+    """Show a progress bar in the `with` block, if this is rank 0 and stderr is a terminal."""
     width = terminal_width(sys.stderr) if is_first_launched() else None
     if width is None:
         yield lambda done, total: None
@@ -148,26 +146,17 @@ def _shown(text: str) -> Iterator[Progress]:
         TransferSpeedColumn,
     )
 
-    drawn = 0.0
     columns = (
+        TextColumn(text),
         BarColumn(bar_width=None),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     console = Console(file=sys.stderr, force_terminal=True, width=width)
-    with Progress(
-        TextColumn(text), *columns, console=console, auto_refresh=False, transient=True, expand=True
-    ) as bar:
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(text, total=None)
-
-        def show(done: int, total: int) -> None:
-            nonlocal drawn
-            if time.monotonic() - drawn > _REDRAW_SECONDS:
-                drawn = time.monotonic()
-                bar.update(task, completed=done, total=total, refresh=True)
-
-        yield show
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # ---- options ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`axonmpi top`: where the ranks of a job are, live.
+"""`axonmpi top`: a live table of a job's ranks and their operations.
 
 rank  node  state   operation                      for    calls/s  phase
    0  n1    lives   all_reduce(float32 [1000])     0.2 s      812
@@ -24,7 +24,7 @@ from .arguments import parse_arguments, positive_seconds
 from .output import refuse
 
 LONG_SECONDS = 5.0
-"""How long ranks may wait before it is said for whom."""
+"""Time after which ranks that wait are shown with the ranks that they wait for."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,17 +61,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _rates(before: Mapping[int, RankState], now: Mapping[int, RankState], seconds: float) -> dict[int, float]:
-    """Return how many operations a second each rank has begun between two looks."""
+    """Return the operations a second that each rank has begun between two reads."""
     return {rank: (state.latest - before[rank].latest) / seconds for rank, state in now.items()}
 
 
 def screen(records: Sequence[RankRecord], states: Mapping[int, RankState], rates: Mapping[int, float]) -> Group:
-    """Return what is shown of one look; local.
+    """Return the table, and below it the ranks that wait too long; local.
 
     Args:
-        records: Of the ranks of the job.
-        states: Where they are.
-        rates: Operations a second of each rank, where they are known.
+        records: The records of the job's ranks.
+        states: The state of each rank.
+        rates: Operations a second of each rank; empty before the second read.
     """
     table = Table(title=f"job {records[0].job}: {records[0].identity['program']}", title_justify="left", box=None)
     for name in ("rank", "node", "process", "operation", "for", "calls/s", "phase"):

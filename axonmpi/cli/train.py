@@ -1,6 +1,6 @@
 """`axonmpi train`: a training run with settings from flags and a file.
 
-Errors that need no other rank are found before MPI starts: in the flags, in the file, in the text.
+Errors in the flags, the file and the text are found before MPI starts, since they need no other rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from ..utils.device import gpu_identity
-from ..utils.text import lines_of_ranks, ranks_by_text
+from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
 from .output import print_on_first_rank, printed_once, refuse
 
 _PROGRAM = "axonmpi train"
@@ -44,7 +44,7 @@ class _Flags(Config):
     """A .toml, .yaml or .yml file with settings named as the flags below; flags override it."""
 
     def __post_init__(self) -> None:
-        """Check nothing: `Config` says in one line what is wrong, tyro in a box."""
+        """Check nothing: tyro would print errors in a box, `Config` prints them in one line."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 85 where the run was told to stop and can go on; 2 where the text or the settings cannot be used; 1 where
-        training diverged or a checkpoint cannot be read or written.
+        0; 85 if the run was stopped and can go on; 2 if the text or the settings cannot be used; 1 if training
+        diverged or a checkpoint cannot be read or written.
 
     Raises:
         SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
@@ -87,13 +87,13 @@ def _run(config: Config, guard: PreemptionGuard) -> int:
 
 
 def _start(wanted: str) -> World:
-    """Start the world, of GPUs where the setting `device` means that on all ranks; collective.
+    """Start the world, of GPUs if the setting `device` means GPUs on all ranks; collective.
 
     Raises:
         SystemExit: It means different devices on different ranks, or the GPUs cannot be used; on all ranks.
     """
     world = init_process_group()
-    _agree_on_files(world)
+    _check_files(world)
     kinds, reasons = zip(*world.default_group.all_gather_object(_device_type(wanted)), strict=True)
     if len(set(kinds)) > 1:
         ranks = ranks_by_text({rank: "".join(found) for rank, found in enumerate(zip(kinds, reasons, strict=True))})
@@ -112,14 +112,14 @@ def _start(wanted: str) -> World:
 
 
 def _device_type(wanted: str) -> tuple[str, str]:
-    """Return the type of device that the setting means on this rank, and why not the GPU that it sees; local."""
+    """Return the type of device on this rank, and the reason if it does not use a GPU that it sees; local."""
     if wanted != "auto":
         return wanted, ""
     if not NcclBackend.device_count():
         return "cpu", ""
     try:
         NcclBackend.nccl_version()
-        gpu_identity(0)  # starts CUDA, where it can
+        gpu_identity(0)  # starts CUDA, or raises
     except (NcclError, RuntimeError) as error:
         return "cpu", f", though there is a GPU: {error}"
     return "cuda", ""
@@ -128,22 +128,20 @@ def _device_type(wanted: str) -> tuple[str, str]:
 def _refuse_file(message: str) -> int:
     """Refuse a file that this rank cannot use, before anything is sent; other nodes may have it."""
     if _on_several_nodes():
-        # else ranks of other nodes would wait in MPI_Init for this one, for ever
-        _agree_on_files(init_process_group(), message)
+        # Else ranks of other nodes would wait for this rank in MPI_Init for ever.
+        _check_files(init_process_group(), message)
     return refuse(_PROGRAM, message)
 
 
-def _agree_on_files(world: World, problem: str = "") -> None:
-    """End on all ranks, with code 2 and one message, if any of them has a problem with a file; collective."""
-    problems = world.default_group.all_gather_object(problem)
-    found = [rank for rank, problem in enumerate(problems) if problem]
-    if found:
-        where = "" if len(found) == len(problems) else f"rank {found[0]}: "
-        raise SystemExit(refuse(_PROGRAM, where + problems[found[0]]))
+def _check_files(world: World, problem: str = "") -> None:
+    """End on all ranks, with code 2 and one message, if a rank has a problem with a file; collective."""
+    text = text_of_problems(world.default_group.all_gather_object(problem))
+    if text:
+        raise SystemExit(refuse(_PROGRAM, text))
 
 
 def _on_several_nodes() -> bool:
-    """Say whether the launcher started ranks elsewhere, or does not tell."""
+    """Return True if the launcher may have started ranks on other nodes."""
     return any((launcher.size or 2) > (launcher.local_size or 1) for launcher in detect_launchers()[:1])
 
 
@@ -178,7 +176,7 @@ def parse(argv: Sequence[str]) -> Config:
         base = _from_file(argv)
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
-    widen_terminal(_NARROWEST)  # in a column or two tyro never comes to an end
+    widen_terminal(_NARROWEST)  # tyro never ends on a terminal of one or two columns
     groups = [group.name for group in fields(base)]
     default = _Flags(*(getattr(base, name) for name in groups))
     with printed_once():

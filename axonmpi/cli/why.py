@@ -1,11 +1,11 @@
-"""`axonmpi why`: of a job that runs or hangs, who waits for whom, and why; asked from another shell.
+"""`axonmpi why`: the ranks of a running or hanging job that wait for others, from another shell.
 
     axonmpi why                   the job of this user that runs on this node
     axonmpi why 3fa2c1d0          a job by its name
     axonmpi why 41237             a job by the process of a rank, or of its mpirun
 
-It reads the records of the ranks, twice, and asks the ranks for their stacks. It needs neither MPI nor an
-answer of the ranks. A node knows its own ranks; those of others where all nodes write to one folder.
+It reads the records of the ranks twice, in shared memory, and requests the ranks' stacks. It works without MPI, and
+if no rank responds. A node has the records of its own ranks; a shared folder (`--run-folder`) adds other nodes'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,21 @@ from .arguments import parse_arguments
 from .output import BAD_USAGE, refuse
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the records: what a rank does not do in that time, it may not do at all."""
+"""Time between two reads of the records: a rank that begins no operation in this time may be hanging."""
 SPY_SECONDS = 10.0
 _PROGRAM = "axonmpi why"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a job.
+    """The state of a job.
 
     Attributes:
         job: Its name.
         program: Its command line.
-        graph: Who waits for whom.
-        going_on: Ranks that have begun an operation between the two looks.
-        stacks: Of the ranks that have to be looked at.
-        asked: How the job was named.
+        graph: The ranks that wait, and the ranks that they wait for.
+        going_on: Ranks that have begun an operation between the two reads.
+        stacks: By rank, of the ranks that others wait for.
     """
 
     job: str
@@ -56,16 +55,15 @@ class Report:
     graph: WaitGraph
     going_on: tuple[int, ...]
     stacks: Mapping[int, str]
-    asked: str = ""
 
     @property
     def hangs(self) -> bool:
-        """Whether ranks wait for others, and none of those that are known has gone on."""
+        """Whether ranks wait for others, and no rank has gone on."""
         return bool(self.graph.behind) and not self.going_on
 
 
 def main(argv: Sequence[str]) -> int:
-    """Say what a job waits for; local.
+    """Print the state of a job; local.
 
     Returns:
         0 if the job goes on or has ended, 1 if it hangs, 2 if there is no such job.
@@ -79,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
         files = dump(records, options.dump)
         print(f"{counted(len(files), 'file')} in {options.dump}; analyse with: torchfrtrace {options.dump}")
         return 0
-    report = replace(examine(records, stacks=options.stacks, folder=options.run_folder), asked=options.job)
-    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
+    report = examine(records, stacks=options.stacks, folder=options.run_folder)
+    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report, options.job))
     return int(report.hangs)
 
 
@@ -102,16 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---- looking ----------------------------------------------------------------------------------------------------
+# ---- examining --------------------------------------------------------------------------------------------------
 
 
 def examine(records: Sequence[RankRecord], *, stacks: bool = True, folder: Path | None = None) -> Report:
-    """Look at a job twice, and find out what its ranks wait for; local.
+    """Read the records of a job twice, and wait_graph_of it; local.
 
     Args:
-        records: Of its ranks on this node.
-        stacks: Whether to ask ranks for their stacks.
-        folder: Where the nodes tell each other, if anywhere.
+        records: The records of its ranks on this node.
+        stacks: Whether to request stacks from the ranks.
+        folder: A folder in which the nodes exchange their records; None: this node only.
     """
     before = {record.rank: record.latest for record in records}
     time.sleep(LOOK_SECONDS)
@@ -129,7 +127,7 @@ def examine(records: Sequence[RankRecord], *, stacks: bool = True, folder: Path 
 
 
 def _stack(record: RankRecord, written: Mapping[int, str]) -> str:
-    """Return a rank's stack, by py-spy where the rank does not answer and py-spy is there."""
+    """Return a rank's stack, by py-spy if the rank does not answer and py-spy is installed."""
     text = written[record.rank]
     spy = shutil.which("py-spy") if text.startswith("(no stack") else None
     if spy is None:
@@ -142,64 +140,55 @@ def _stack(record: RankRecord, written: Mapping[int, str]) -> str:
     return spied.stdout.strip() or text
 
 
-# ---- telling ----------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------
 
 
-def as_text(report: Report) -> str:
-    """Return the report for people."""
-    found = report.graph
-    lines = [f"job {report.job}: {report.program}", f"{counted(found.size, 'rank')}, {_nodes(found)}", ""]
-    processes = {state.record.pid: rank for rank, state in found.states.items()}
-    if report.asked.isdecimal() and int(report.asked) in processes:
-        lines.insert(2, f"process {report.asked} is rank {processes[int(report.asked)]}")
-    lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in found.classes]
+def as_text(report: Report, job: str = "") -> str:
+    """Return the report for people; `job` is the job's name, or one of its processes, on the command line."""
+    graph = report.graph
+    hosts = ranks_by_text({rank: state.record.host for rank, state in graph.states.items()})
+    nodes = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+    lines = [f"job {report.job}: {report.program}", f"{counted(graph.size, 'rank')}, {nodes}", ""]
+    processes = {state.record.pid: rank for rank, state in graph.states.items()}
+    if job.isdecimal() and int(job) in processes:
+        lines.insert(2, f"process {job} is rank {processes[int(job)]}")
+    lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in graph.classes]
     lines.append("")
     if report.going_on:
         lines.append(f"The job goes on: {name_ranks(report.going_on)} began operations within {LOOK_SECONDS:g} s.")
-    lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in found.sentences]
-    if all(state.condition is Condition.GONE for state in found.states.values()):
+    lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in graph.sentences]
+    if all(state.condition is Condition.GONE for state in graph.states.values()):
         lines.append("The job has ended: this is where its ranks were.")
-    elif not report.going_on and not found.behind:
+    elif not report.going_on and not graph.behind:
         lines.append("No rank waits for another one that is known here.")
-    if found.unknown:
+    if graph.unknown:
         todo = "ask there, or let all nodes write to one folder with --run-folder"
-        lines.append(f"Not known here, as on other nodes: {name_ranks(found.unknown)}; {todo}.")
-    for stack, ranks in ranks_by_text(
-        {rank: _without_idents(text) for rank, text in report.stacks.items()}
-    ).items():
+        lines.append(f"Not known here, as on other nodes: {name_ranks(graph.unknown)}; {todo}.")
+
+    # Without thread numbers, equal stacks of several ranks are equal texts.
+    stacks = {rank: re.sub(r"hread 0x[0-9a-f]+", "hread", text) for rank, text in report.stacks.items()}
+    for stack, ranks in ranks_by_text(stacks).items():
         lines += ["", f"Stack of {name_ranks(ranks)}, innermost frame first:", stack]
     return "\n".join(lines)
 
 
-def _without_idents(stack: str) -> str:
-    """Return a stack without the numbers of threads, so that those of several ranks are the same text."""
-    return re.sub(r"hread 0x[0-9a-f]+", "hread", stack)
-
-
-def _nodes(found: WaitGraph) -> str:
-    hosts: dict[str, list[int]] = {}
-    for rank, state in found.states.items():
-        hosts.setdefault(state.record.host, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """Return the report for programs."""
-    found = report.graph
+    graph = report.graph
     return {
         "job": report.job,
         "program": report.program,
-        "size": found.size,
+        "size": graph.size,
         "hangs": report.hangs,
         "going_on": report.going_on,
-        "classes": [{"place": place, "ranks": ranks} for place, ranks in found.classes],
-        "waits": {rank: sorted(awaited) for rank, awaited in found.waits.items()},
-        "behind": found.behind,
-        "is_circle": found.is_circle,
-        "unknown": found.unknown,
-        "sentences": found.sentences,
+        "classes": [{"place": place, "ranks": ranks} for place, ranks in graph.classes],
+        "waits": {rank: sorted(awaited) for rank, awaited in graph.waits.items()},
+        "behind": graph.behind,
+        "is_circle": graph.is_circle,
+        "unknown": graph.unknown,
+        "sentences": graph.sentences,
         "stacks": report.stacks,
-        "ranks": [_of_rank(state) for state in found.states.values()],
+        "ranks": [_of_rank(state) for state in graph.states.values()],
     }
 
 

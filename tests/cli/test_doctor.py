@@ -177,8 +177,8 @@ def test_what_is_measured_is_judged(monkeypatch):
     one, other, unlimited = frozenset([0]), frozenset([0, 1]), resource.RLIM_INFINITY
     idle = "ranks 0, 2 share cores, and nothing runs on 3 other cores of their nodes"
     for finding, state, text in (
-        (ranks.affinity([(0, one, 4), (1, other, 2), (0, one, 4), (1, other, 2)]), "warn", idle),
-        (ranks.affinity([(0, one, 1), (0, one, 1), (1, other, 2)]), "ok", ""),  # more ranks than cores
+        (ranks.judged_affinity([(0, one, 4), (1, other, 2), (0, one, 4), (1, other, 2)]), "warn", idle),
+        (ranks.judged_affinity([(0, one, 1), (0, one, 1), (1, other, 2)]), "ok", ""),  # more ranks than cores
         (ranks.clock_skew([0.0, 0.02, -3.0]), "warn", "up to 3.02 s apart; not as rank 0's: rank 2"),
         (ranks.clock_skew([0.0, 0.02]), "ok", "at most 20 ms apart"),
         (limits.judged(of["nofile"], [1024, 64, unlimited]), "warn", "64 on rank 1:"),

@@ -99,8 +99,11 @@ def _measure_fsdp(world: World, options: argparse.Namespace) -> Figures:
         model = wrappers[name](build_model())
         return step_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
+    # Memory first: the models of all variants, which are timed in turns, exist at once.
     memory = {name: _peak_memory(partial(make, name)) for name in wrappers}
     steps = {name: make(name) for name in wrappers}
+    times = interleave(steps, blocks=options.blocks, calls=_FSDP_STEPS_PER_BLOCK, unit=MILLISECONDS)
+
     estimates = {
         name: FullyShardedDataParallel(build_model(), units=nn.Linear, sharding_strategy=strategy).memory_estimate()
         for name, strategy in {"ddp": ShardingStrategy.NO_SHARD, "fsdp": ShardingStrategy.FULL_SHARD}.items()
@@ -108,7 +111,7 @@ def _measure_fsdp(world: World, options: argparse.Namespace) -> Figures:
     return {
         "parameters": estimates["ddp"].total_params,
         "batch": options.batch,
-        "milliseconds": interleave(steps, blocks=options.blocks, calls=_FSDP_STEPS_PER_BLOCK, unit=MILLISECONDS),
+        "milliseconds": times,
         "memory": memory,
         "theory": {name: estimate.total_memory_bytes * world.size for name, estimate in estimates.items()},
     }

@@ -66,6 +66,8 @@ def measure(world: World, options: argparse.Namespace) -> Figures:
     check_multiple("layers", options.layers, _CHUNKS)
     check_multiple("width", options.width, HEAD_WIDTH)
     check_multiple("microbatches", options.microbatches, world.size, "ranks")
+
+    # All ranks make the pipelines in the same order, since making one is collective.
     task = Task(world, options)
     groups = torch_groups()
     schedules: dict[str, Schedule] = {}
@@ -79,6 +81,8 @@ def measure(world: World, options: argparse.Namespace) -> Figures:
         for on_backend, group in groups.items():
             pipelines[f"{on_backend} {name}"] = torch_step(task, schedules[name], case.torch_class, group)
     check_gradients(task, pipelines)
+
+    # The computations alone take turns with the pipelines, and note the times of their actions for the ideal.
     alone = {f"compute {name}": computation.step for name, computation in computations.items()}
     times = interleave({**pipelines, **alone}, blocks=options.blocks, calls=_STEPS_PER_BLOCK, unit=MILLISECONDS)
     return {

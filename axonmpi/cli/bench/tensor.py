@@ -217,6 +217,7 @@ def measure(world: World, options: argparse.Namespace) -> Figures:
     """
     check_multiple("heads", options.heads, world.size, "ranks")
     check_multiple("width", options.width, options.heads, "heads")
+
     groups = torch_groups()
     figures: Figures = {}
     for name, build in BLOCKS.items():

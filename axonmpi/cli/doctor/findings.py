@@ -1,4 +1,4 @@
-"""What the doctor has found: lines with a state and, where it is not ok, what to do; as text and as JSON.
+"""Findings of the doctor: lines with a state and, unless it is ok, a remedy; as text and as JSON.
 
 memory
   ok    /dev/shm      16,384 MiB, 16,380 MiB free
@@ -24,10 +24,11 @@ class Finding:
     """A line of the report.
 
     Attributes:
-        name: What it is about.
-        text: What was found; further lines go below the first.
-        state: `"warn"`: ranks can be started, but slower or less safely than they might; `"fail"`: they cannot.
-        todo: What to do, where the state is not ok.
+        name: The subject.
+        text: The facts; further lines are indented below the first.
+        state: `"warn"`: ranks can be started, but are slower or less safe than they might be; `"fail"`: they
+            cannot be started.
+        todo: The remedy, unless the state is ok.
     """
 
     name: str
@@ -41,7 +42,7 @@ Report = Mapping[str, Sequence[Finding]]
 
 
 def problem_of(report: Report) -> str:
-    """Return the text of the first finding because of which ranks cannot run, or nothing."""
+    """Return the text of the first finding whose state is `"fail"`; empty if there is none."""
     failed = (finding for findings in report.values() for finding in findings if finding.state == "fail")
     return next((finding.text for finding in failed), "")
 

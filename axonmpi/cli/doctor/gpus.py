@@ -14,17 +14,18 @@ from ...launch.start import Started
 from ...utils.device import device_at, driver_version, gpu_count, peer_access
 from ...utils.text import counted, name_ranks
 from .findings import Finding
+from .ranks import gathered
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What a rank finds out about GPUs.
+    """The GPUs of a rank.
 
     Attributes:
-        count: How many it sees.
-        text: Which one it uses, or why none.
-        chosen: That one, if there is one.
-        peers: Which of those it sees reach each other's memory; told by the first rank of each node.
+        count: Number of GPUs that it sees.
+        text: The GPU that it uses, or the reason why it uses none.
+        chosen: The GPU that it uses, or None.
+        peers: The visible GPUs that reach each other's memory, as text; only on the first rank of each node.
     """
 
     count: int
@@ -36,7 +37,7 @@ class _Gpu:
 def gpus(started: Started | None) -> list[Finding]:
     """Describe CUDA, NCCL and the GPU of each rank, for rank 0 to print; collective."""
     own = _own_gpu(started)
-    ranks = [own] if started is None or started.comm is None else started.comm.gather(own) or [own]
+    ranks = gathered(started, own)
     if not any(gpu.count for gpu in ranks):
         text = "none that this process sees" if torch.version.cuda else "none: torch is built without CUDA"
         return [Finding("GPU", text)]
@@ -62,7 +63,7 @@ def gpus(started: Started | None) -> list[Finding]:
 
 
 def _own_gpu(started: Started | None) -> _Gpu:
-    """Find out about this rank's GPU; local."""
+    """Return this rank's GPUs; local."""
     count = gpu_count()
     if not count:
         return _Gpu(count, "no GPU")
@@ -89,7 +90,7 @@ def _nccl() -> Finding:
 
 
 def _peers(count: int) -> str:
-    """Say which of the GPUs that this process sees reach each other's memory; local."""
+    """Name the GPUs of this process that reach each other's memory; local."""
     pairs = list(combinations(range(count), 2))
     apart = [pair for pair in pairs if not (peer_access(*pair) and peer_access(*reversed(pair)))]
     if not pairs:

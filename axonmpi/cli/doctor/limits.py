@@ -1,4 +1,4 @@
-"""What a rank's limits (`ulimit`) leave it: open files, locked memory, stack, processes."""
+"""Limits of each rank's process (`ulimit`): open files, locked memory, stack, processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from ...launch.start import Started
 from ...utils.text import name_ranks
 from .findings import Finding
+from .ranks import gathered
 
 _MIB = 1 << 20
 
@@ -19,12 +20,12 @@ class Limit:
     """A limit of a process.
 
     Attributes:
-        name: What `ulimit` and `limits.conf` call it.
+        name: Its name in `ulimit` and `limits.conf`.
         kind: Its number in `resource`.
-        unit: What it is counted in, by itself and as text.
-        needed: How much a job of so many ranks wants.
-        reason: What comes of less.
-        todo: How to raise it.
+        unit: The unit of its text, as a number and as a suffix.
+        needed: Returns the least value for a job of this many ranks.
+        reason: The consequence of a lower value.
+        todo: The command that raises it.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Limit:
 
 
 def _locked_memory(_: int) -> int:
-    """InfiniBand needs memory that stays where it is; other networks do not."""
+    """Return the least limit of locked memory, which only InfiniBand needs."""
     return 1 << 40 if any(Path("/sys/class/infiniband").glob("*")) else 0
 
 
@@ -63,13 +64,12 @@ _LIMITS = (
 def limits(started: Started | None) -> list[Finding]:
     """Describe the limits of all ranks, for rank 0 to print; collective."""
     own = [resource.getrlimit(limit.kind)[0] for limit in _LIMITS]
-    comm = None if started is None else started.comm
-    ranks = [own] if comm is None else comm.gather(own) or [own]
+    ranks = gathered(started, own)
     return [judged(limit, list(values)) for limit, values in zip(_LIMITS, zip(*ranks, strict=True), strict=True)]
 
 
 def judged(limit: Limit, values: list[int]) -> Finding:
-    """Judge a limit by its values on all ranks; local."""
+    """Return the finding for a limit, from its values on all ranks; local."""
     needed = limit.needed(len(values))
     low = [rank for rank, value in enumerate(values) if value != resource.RLIM_INFINITY and value < needed]
     known = sorted({value for value in values if value != resource.RLIM_INFINITY})

@@ -1,4 +1,4 @@
-"""What MPI libraries share on a node to pass messages between ranks, and what ended jobs have left of it."""
+"""Shared memory of MPI libraries in /dev/shm: the space for it, and the files that ended jobs have left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...launch.cpu import usable_cores
 from ...launch.start import Started
 from ...utils.text import counted
 from .findings import Finding
+from .ranks import gathered
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 RANKS_SHARED_MEMORY = 16 << 20
@@ -20,8 +21,8 @@ _OF_MPI = re.compile(r"mpich_shm_|vader_segment\.|sm_segment\.|psm[23]_shm|\.?uc
 _SHOWN = 4
 
 
-def room(started: Started | None) -> list[Finding]:
-    """Describe how much there is, on this node; local."""
+def shared_memory(started: Started | None) -> list[Finding]:
+    """Describe the size of /dev/shm and the free space, on this node; local."""
     try:
         total, _, free = shutil.disk_usage(FOLDER)
     except OSError:
@@ -39,17 +40,15 @@ def room(started: Started | None) -> list[Finding]:
 
 
 def leftovers(started: Started | None) -> list[Finding]:
-    """Name the files of MPI libraries that no process uses, on each node, for rank 0 to print; collective."""
+    """List the files of MPI libraries that no process uses, on each node, for rank 0 to print; collective."""
     own = left_by_jobs(FOLDER) if started is None or started.topology.local_rank == 0 else []
-    comm = None if started is None else started.comm
-    told = [own] if comm is None else comm.gather(own) or []
-    return [finding for node in told if (finding := _left(node))]
+    return [_leftover(files) for files in gathered(started, own) if files]
 
 
 def left_by_jobs(folder: Path) -> list[tuple[str, int]]:
     """Return names and bytes of this user's files of MPI libraries that no process uses; local.
 
-    Files of other users are left out, as what uses them cannot be seen.
+    Files of other users are left out, since their processes cannot be seen.
     """
     found = []
     with suppress(OSError):
@@ -71,9 +70,7 @@ def _used_files(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _left(files: list[tuple[str, int]]) -> Finding | None:
-    if not files:
-        return None
+def _leftover(files: list[tuple[str, int]]) -> Finding:
     size = sum(size for _, size in files) / _MIB
     names = ", ".join([name for name, _ in files[:_SHOWN]] + ["..."] * (len(files) > _SHOWN))
     remove = " ".join(f"{FOLDER}/{name}" for name, _ in files[:_SHOWN])

@@ -1,4 +1,4 @@
-"""How the data of all ranks travel: what MPI has loaded for it, which path axonmpi takes, and how quick that is."""
+"""The path of data between ranks: the libraries that MPI has loaded, the path that axonmpi takes, and its speed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ SIZE = 1 << 20
 """Bytes of the all-reduce that is timed."""
 ROUNDS = 20
 LEAST_SPEED = 0.1e9
-"""Bytes a second below which a warning is due: what a network of 1 Gbit/s carries."""
+"""Bytes a second below which a warning is due: those of a network of 1 Gbit/s."""
 MOST_LATENCY = 1e-3
 """Seconds of an all-reduce of four bytes above which a warning is due."""
+_SHARED_PATHS = {
+    "node": "through memory that all ranks share",
+    "nodes": "through memory that the ranks of a node share, by MPI between nodes",
+}
 _DEVICE = re.compile(r"MPICH Device:\s*(\S+)")
 _TRANSPORT = re.compile(r"/(lib(?:fabric|ucp|ibverbs|psm2|psm_infinipath|mlx5|cxi|opx)\b)[^/]*$")
 
 
 def fabric(started: Started | None) -> list[Finding]:
-    """Describe what MPI says of its network, what it has loaded for it, and what the machine has; local."""
+    """Describe MPI's device, the network libraries that it has loaded, and the machine's InfiniBand; local."""
     if started is None or started.comm is None:
         return []
     from mpi4py import MPI
@@ -58,7 +62,7 @@ def _transports(maps: Path) -> list[str]:
 
 
 def wrong_settings(comm: Any) -> Finding | None:
-    """Return the reason why ranks cannot agree on sharing memory, if there is one; collective."""
+    """Return the reason why ranks differ on sharing memory, or None; collective."""
     try:
         pretended_node(comm.rank)
         own = (wants_shared_memory(), "")
@@ -73,12 +77,10 @@ def wrong_settings(comm: Any) -> Finding | None:
 
 
 def path(comm: Any) -> Finding:
-    """Describe how the data of a group of all ranks travel; collective."""
+    """Describe the path between all ranks; collective."""
     name, obstacle = path_of(comm)
-    if name == "node":
-        return Finding("path", "node: through memory that all ranks share")
-    if name == "nodes":
-        return Finding("path", "nodes: through memory that the ranks of a node share, by MPI between nodes")
+    if name in _SHARED_PATHS:
+        return Finding("path", f"{name}: {_SHARED_PATHS[name]}")
     if not wants_shared_memory():
         return Finding("path", "plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it")
     if not obstacle:
@@ -97,7 +99,7 @@ def speed(started: Started) -> Finding:
 
 
 def _seconds(backend: Backend, elements: int) -> float:
-    """Return the median of some all-reduces of so many floats, after one that prepares; collective."""
+    """Return the median time of an all-reduce of this many floats, after one that warms up; collective."""
     tensor, taken = torch.zeros(elements), []
     for _ in range(1 + ROUNDS):
         backend.barrier()
@@ -108,7 +110,7 @@ def _seconds(backend: Backend, elements: int) -> float:
 
 
 def judged_speed(latency: float, seconds: float, nodes: int) -> Finding:
-    """Judge the seconds of an all-reduce of four bytes and of one of `SIZE` bytes; local."""
+    """Return the finding for the seconds of an all-reduce of four bytes and of one of `SIZE` bytes; local."""
     rate = SIZE / seconds
     text = f"4 bytes {latency * 1e6:.0f} µs, {SIZE >> 20} MiB {seconds * 1e3:.2f} ms: {rate / 1e9:.2f} GB/s a rank"
     if rate >= LEAST_SPEED and latency <= MOST_LATENCY:

@@ -1,4 +1,4 @@
-"""Where the ranks are, on which cores, with how many threads, and whether their clocks agree."""
+"""The ranks: their nodes, cores and threads, and the skew of their clocks."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ from ...utils.text import counted, in_ranges, name_ranks
 from .findings import Finding
 
 ROUNDS = 8
-"""Messages to each rank and back, of which the quickest tells most about its clock."""
+"""Messages to each rank and back; the quickest has the least error."""
 MOST_SKEW = 0.1
 """Seconds by which clocks may differ without a warning."""
 
 
-def places(started: Started | None) -> list[Finding]:
+def gathered(started: Started | None, own: Any) -> list[Any]:
+    """Return the values of all ranks on rank 0, and this rank's own on the others; collective."""
+    comm = None if started is None else started.comm
+    return [own] if comm is None else comm.gather(own) or [own]
+
+
+def locations(started: Started | None) -> list[Finding]:
     """Describe each rank, for rank 0 to print; collective."""
     if started is None:
         return []
     at = started.topology
-    place = f"node {at.node_rank} ({platform.node()}), local rank {at.local_rank} of {at.local_size}"
+    node = f"node {at.node_rank} ({platform.node()}), local rank {at.local_rank} of {at.local_size}"
     own_cores = f"CPUs {in_ranges(sorted(usable_cores()), ',')}"
     threads = f"{counted(started.num_threads, 'thread')} ({started.threads_reason})"
-    own = Finding(f"rank {at.rank}", f"{place}, {own_cores}, {threads}")
-    return [own] if started.comm is None else started.comm.gather(own) or []
+    return gathered(started, Finding(f"rank {at.rank}", f"{node}, {own_cores}, {threads}"))
 
 
-def cores(started: Started | None) -> list[Finding]:
-    """Say whether ranks are in each other's way while cores of their node have nothing to do; collective."""
+def affinity(started: Started | None) -> list[Finding]:
+    """Find ranks that share cores while other cores of their node are idle; collective."""
     if started is None or started.comm is None:
         return []
-    at = started.topology
-    told = started.comm.gather((at.node_rank, usable_cores(), count_of_node()))
-    return [affinity(told)] if told else []
+    own = started.topology.node_rank, usable_cores(), count_of_node()
+    return [judged_affinity(gathered(started, own))]
 
 
-def affinity(told: list[tuple[int, frozenset[int], int]]) -> Finding:
-    """Judge the cores of all ranks; local.
+def judged_affinity(ranks: list[tuple[int, frozenset[int], int]]) -> Finding:
+    """Return the finding for the cores of all ranks; local.
 
     Args:
-        told: For each rank the number of its node, its logical CPUs, and how many the ranks of its node may use.
+        ranks: For each rank the number of its node, its logical CPUs, and the number that its node's ranks may use.
     """
     crowded, idle = [], 0
-    for node in sorted({node for node, *_ in told}):
-        ranks = [rank for rank, (place, *_) in enumerate(told) if place == node]
-        used = frozenset[int]().union(*(told[rank][1] for rank in ranks))
-        free = max(told[rank][2] for rank in ranks) - len(used)
-        if len(used) < len(ranks) and free > 0:
-            crowded += ranks
+    for node in sorted({node for node, *_ in ranks}):
+        members = [rank for rank, (other, *_) in enumerate(ranks) if other == node]
+        used = frozenset[int]().union(*(ranks[rank][1] for rank in members))
+        free = max(ranks[rank][2] for rank in members) - len(used)
+        if len(used) < len(members) and free > 0:
+            crowded += members
             idle += free
     if not crowded:
         return Finding("affinity", "no rank shares a core while another core has nothing to do")
@@ -71,7 +75,7 @@ def clocks(started: Started | None) -> list[Finding]:
 
 
 def _skews(comm: Any) -> list[float]:
-    """Return on rank 0 by how many seconds the clock of each rank is ahead of its own; collective."""
+    """Return on rank 0 the seconds by which each rank's clock is ahead of its own; collective."""
     if comm.rank:
         for _ in range(ROUNDS):
             comm.recv(source=0)
@@ -81,7 +85,10 @@ def _skews(comm: Any) -> list[float]:
 
 
 def _skew(comm: Any, rank: int) -> float:
-    """The answer was sent half a round ago (Cristian 1989); the quickest round is least wrong about that."""
+    """Return the seconds by which a rank's clock is ahead, by Cristian's algorithm (1989).
+
+    The answer is taken to have been sent half a round ago, which is least wrong in the quickest round.
+    """
     rounds = []
     for _ in range(ROUNDS):
         begun = time.time()
@@ -94,7 +101,7 @@ def _skew(comm: Any, rank: int) -> float:
 
 
 def clock_skew(skews: list[float]) -> Finding:
-    """Judge by how many seconds clocks are ahead of rank 0's; local."""
+    """Return the finding for the seconds by which clocks are ahead of rank 0's; local."""
     spread = max(skews) - min(skews)
     apart = [rank for rank, skew in enumerate(skews) if abs(skew) > MOST_SKEW]
     if not apart:

@@ -1,10 +1,6 @@
-"""`axonmpi doctor`: the facts that a user needs when a launch goes wrong.
+"""The report of `axonmpi doctor`, in sections of findings.
 
-    axonmpi doctor                     is everything installed, and which mpirun belongs to it?
-    mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, do they share
-                                       memory, how quick is what they share, and which GPU has each of them?
-
-Rank 0 prints one report for all ranks. Where each process is a world of its own, the first one of each node prints.
+Rank 0 prints one report for all ranks. If each process is a world of its own, the first of each node prints.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ from ..arguments import parse_arguments
 from .findings import Finding, as_json, as_text, problem_of
 from .gpus import gpus
 from .limits import limits
-from .memory import leftovers, room
+from .memory import leftovers, shared_memory
 from .network import fabric, path, speed, wrong_settings
-from .ranks import clocks, cores, places
+from .ranks import affinity, clocks, locations
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine() -> dict[str, list[Finding]]:
-    """Look at everything; collective. What rank 0 returns is complete, and failures are on all ranks."""
+    """Return the sections of the report; collective. Complete on rank 0; all ranks have the failures."""
     launchers = detect_launchers()
     started, failed = None, []
     try:
@@ -68,9 +64,15 @@ def _examine() -> dict[str, list[Finding]]:
     report = {
         "installed": _installed(),
         "MPI": mpi,
-        "launch": [*_launch(launchers, started), *failed, *places(started), *cores(started), *clocks(started)],
+        "launch": [
+            *_launch(launchers, started),
+            *failed,
+            *locations(started),
+            *affinity(started),
+            *clocks(started),
+        ],
         "limits": limits(started),
-        "memory": [*room(started), *leftovers(started)],
+        "memory": [*shared_memory(started), *leftovers(started)],
         "network": [*fabric(started)],
         "GPUs": gpus(started),
     }

@@ -1,8 +1,6 @@
 """The benchmark of collectives: figures hang together, options are checked, wrong results are noticed."""
 
-import argparse
 import itertools
-import time
 
 import pytest
 import torch
@@ -13,9 +11,6 @@ from axonmpi.cli.bench.collectives.comparison import plot, table
 from axonmpi.cli.bench.collectives.mpi_alone import add
 from axonmpi.cli.bench.command import BENCHMARKS, make_parser
 from axonmpi.cli.bench.harness import benchmark
-from axonmpi.cli.bench.harness.options import size
-from axonmpi.cli.bench.harness.table import format_size
-from axonmpi.cli.bench.harness.timing import MOST_CALLS, calls_for, interleave
 from axonmpi.cli.bench.harness.torch_groups import start_torch
 from axonmpi.testing import run_ranks
 from axonmpi.utils.device import KINDS, Device
@@ -36,19 +31,6 @@ def figures(ranks: int = 2) -> dict:
         for dtype, nbytes, microseconds in kinds
     ]
     return {"ranks": ranks, "cores": 2, "path": "node", "mpi": "Intel MPI", "blocks": 1, "cases": cases}
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("4B", 4), ("64KiB", 65536), ("16MiB", 1 << 24), ("1GiB", 1 << 30), ("3 MiB", 3 << 20)]
-)
-def test_sizes_are_read_and_written(text, nbytes):
-    assert size(text) == size(format_size(nbytes)) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "4", "KiB", "-4B", "1.5MiB", "4 b", "4B 8B", "²B"])
-def test_other_texts_are_no_sizes(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as"):
-        size(text)
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------
@@ -183,21 +165,3 @@ def test_a_wrong_result_of_one_rank_is_raised_on_all(world):
 
     with pytest.raises(RuntimeError, match=r"all_reduce of 64 B .* on 2 ranks: wrong result of spoiled"):
         check_results({"spoiled": Variant(case, source, call, source)})
-
-
-@pytest.mark.ranks(2)
-def test_ranks_make_the_same_number_of_calls(world):
-    counts = dict.fromkeys(("quick", "slow"), 0)
-
-    def count(name: str, seconds: float) -> None:
-        counts[name] += 1
-        time.sleep(seconds * world.rank)
-
-    variants = {"quick": lambda: count("quick", 0.0), "slow": lambda: count("slow", 0.02)}
-    calls = {name: calls_for(call, 0.01) for name, call in variants.items()}
-    assert (calls, calls["slow"]) == (ax.comm.broadcast_object(calls), 1)
-    assert 1 <= calls["quick"] <= MOST_CALLS
-    counts.update(quick=0, slow=0)
-    seconds = interleave(variants, blocks=2, calls=calls)
-    assert counts == {name: 3 * number for name, number in calls.items()}
-    assert seconds["slow"] >= 0.02

@@ -34,15 +34,20 @@ def _measure(world: World, options: argparse.Namespace) -> Figures:
         own, other = sharded_by_axonmpi(options.mebibytes), sharded_by_torch(options.mebibytes)
         savers = Savers(world, folder, own, other)
         figures["bytes"] = savers.nbytes
+
         clear = partial(remove_all, world, folder)
         figures["memory"] = {
             name: _extra_memory(save, clear) for name, save in savers.saves.items() if name != PLAIN
         }
+
+        # Each save begins with an empty folder, and each load with an empty cache of the disk.
         figures["save"] = interleave(savers.saves, blocks=options.blocks, calls=1, clock=_clock_after(clear))
         for name in savers.loads:
             savers.saves[name]()
         uncached = _clock_after(partial(drop_cache, world, folder))
         figures["load"] = interleave(savers.loads, blocks=options.blocks, calls=1, clock=uncached)
+
+        # Nothing but the sharded model of axonmpi is left beside the training.
         clear()
         del savers, other
         figures["asynchronous"] = while_training.measure(own, folder, options.mebibytes, options.blocks)

@@ -80,11 +80,14 @@ def measure(
 
 
 def _round(training: _Training) -> dict[str, float]:
+    # A step, an optimizer's step and a copy, without a save.
     training.step()
     full_step = seconds_of(training.step)
     training.gradients()
     step = seconds_of(training.optimizer.step)
     copy = seconds_of(training.copy)
+
+    # A save, and the steps until it is complete on all ranks.
     call = seconds_of(training.save)
     training.gradients()
     wait = seconds_of(training.optimizer.step) - step
@@ -93,6 +96,7 @@ def _round(training: _Training) -> dict[str, float]:
         training.step()
         steps += 1
     later = time.perf_counter() - begin - steps * full_step
+
     at_once = seconds_of(training.save_and_step) - step
     training.work.wait()
     own = {"copy": copy, "call": call, "wait": wait, "stall": call + wait, "later": later, "at once": at_once}

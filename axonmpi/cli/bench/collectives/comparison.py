@@ -237,6 +237,7 @@ COLLECTIVES = Benchmark(
     measure,
     table,
     options={
+        "--plot": PICTURE,
         "--operations": choices(OPERATIONS, ["all_reduce"]),
         "--device": {
             "choices": ("cpu", "cuda"),
@@ -244,7 +245,6 @@ COLLECTIVES = Benchmark(
         },
         "--dtypes": choices(tuple(DTYPES), metavar="DTYPE"),
         "--sizes": sizes(_DEFAULT_SIZES),
-        "--plot": PICTURE,
     },
     plot=plot,
     measure_mpi=mpi_alone.measure,

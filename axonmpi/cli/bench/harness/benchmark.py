@@ -56,16 +56,15 @@ class Benchmark:
     add_mpi: Callable[[Figures, Callable[[], Figures]], None] | None = None
 
     def figures(self, world: World, options: argparse.Namespace) -> Figures:
-        """Measure on all ranks, and describe them; collective.
-
-        torch.distributed is not stopped after an error: it waits for the other ranks, who may wait for this one.
-        It is stopped when all models of `measure` are gone. torch's DDP, freed later, would wait for a thread of
-        gloo that needs the interpreter lock.
-        """
+        """Measure on all ranks, and describe them; collective."""
         backend = _torch_backend(world) if options.torch else ""
         if backend:
             start_torch(world, backend)
         measured = self.measure(world, options)
+
+        # Not after an error: to stop torch.distributed waits for the other ranks, which may wait for this one.
+        # Not before the models of `measure` are gone: torch's DDP, freed later, would wait for a thread of gloo
+        # that needs the interpreter lock.
         if backend:
             dist.destroy_process_group()
         threads = torch.get_num_threads()

@@ -52,7 +52,7 @@ def ratio(over: str, under: str, *keys: str) -> Callable[[Any], str]:
 
 
 def gain(other: float, ours: float) -> str:
-    """Return how many times our overhead the other one is."""
+    """Return the ratio of another overhead to ours."""
     return f"{other / ours:.1f}" if ours > 0 else "no overhead"
 
 
