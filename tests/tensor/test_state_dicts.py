@@ -89,6 +89,15 @@ def test_transposed_layers_are_what_they_were(world):
     assert_close(model(words), whole(words))
 
 
+@pytest.mark.ranks(2)
+def test_outputs_of_transposed_layers_are_gathered(world):
+    whole, model = built(Model), tensor_parallelize(built(Model), {"up": "column:gather"})
+    outputs = [one(torch.tensor([0, 4, 2])) for one in (whole, model)]
+    assert_close(*outputs)
+    torch.autograd.backward([output.square().sum() for output in outputs])
+    assert_close(full_state_dict(model, gradients_of(model)), gradients_of(whole))
+
+
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_loading_a_whole_state_from_rank_0(world):
