@@ -34,8 +34,8 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterato
         LaunchError: The processes were not started as one MPI job, or the program's numbers are not MPI's.
     """
     started = start_world()
-    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
-    check_rank(started, given.get("rank", -1), given.get("world_size", -1))
+    query = dict(parse_qsl(urlsplit(url).query))
+    check_rank(started, int(query.get("rank", -1)), int(query.get("world_size", -1)))
     yield _open_store(started, timeout), started.topology.rank, started.topology.size
 
 
@@ -48,9 +48,9 @@ def check_rank(started: Started, rank: int, size: int) -> None:
     own = (started.topology.rank, started.topology.size)
     if rank in (-1, own[0]) and size in (-1, own[1]):
         return
-    given = [f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value != -1]
+    passed = [f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value != -1]
     raise LaunchError(
-        f"init_process_group({', '.join(given)}): by MPI this is rank {own[0]} of {own[1]}. Leave both out, MPI "
+        f"init_process_group({', '.join(passed)}): by MPI this is rank {own[0]} of {own[1]}. Leave both out, MPI "
         f"knows them; or start as many ranks: mpirun -n {max(size, rank + 1)} python SCRIPT"
     )
 

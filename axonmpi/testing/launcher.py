@@ -83,7 +83,7 @@ def launch(
         TypeError: An argument is of the wrong type.
         ValueError: `n` is below 1, or the time-out is not positive.
         FileNotFoundError: A `Path` that does not exist.
-        LaunchError: No `mpirun` that fits was found.
+        LaunchError: There is no `mpirun` of mpi4py's MPI library.
     """
     integer("n", n, minimum=1)
     if not isinstance(script_or_code, str | Path):
@@ -153,23 +153,23 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def _end_leftover(marker: str) -> tuple[str, ...]:
     """Kill the job's processes that do not end by themselves, and return their names."""
     wait_until(lambda: not _processes_with(marker), Backoff(0, shortest=0.02), _LEAVE_SECONDS)
-    found = _processes_with(marker)
-    for pid in found:
+    processes = _processes_with(marker)
+    for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return tuple(f"{pid}: {command}" for pid, command in found.items())
+    return tuple(f"{pid}: {command}" for pid, command in processes.items())
 
 
 def _processes_with(marker: str) -> dict[int, str]:
     """Return the commands of the processes with the marker in their environment; none without /proc."""
     wanted = f"{_MARKER}={marker}".encode()
-    found = {}
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(folder.name)] = command.strip()
-    return found
+                processes[int(folder.name)] = command.strip()
+    return processes
 
 
 def _text(stream: IO[bytes]) -> str:

@@ -24,20 +24,20 @@ _ASK_LIBRARY = (
 )
 
 
-def find_mpirun(given: str | Path | None = None) -> Path:
+def find_mpirun(mpirun: str | Path | None = None) -> Path:
     """Return the launcher that belongs to the MPI library which mpi4py loads; local.
 
     Args:
-        given: The launcher, by path or by its name on PATH; None searches for it.
+        mpirun: The launcher, by path or by its name on PATH; None searches for it.
 
     Raises:
         LaunchError: There is none.
     """
-    if given is not None:
-        found = shutil.which(given)
-        if found is None:
-            raise LaunchError(f"mpirun: expected a program, got {str(given)!r}, which is none")
-        return Path(found)
+    if mpirun is not None:
+        path = shutil.which(mpirun)
+        if path is None:
+            raise LaunchError(f"mpirun: expected a program, got {str(mpirun)!r}, which is none")
+        return Path(path)
     beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     return Path(beside) if beside else _on_path()
 

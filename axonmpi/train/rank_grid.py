@@ -120,22 +120,20 @@ def check_nodes(grid: RankGrid, nodes: Sequence[int]) -> None:
 
 
 def _wrong_product(config: Config, ranks: int) -> str:
-    asked = {"dp": config.mesh.dp, "tp": config.mesh.tp, "pp": config.pipeline.pp}
-    given = {axis: size for axis, size in asked.items() if size}
-    product = math.prod(given.values())
-    said = f"{' x '.join(given)} = {' x '.join(map(str, given.values()))} = {product}"
-    there = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
-    if asked["dp"]:
-        wrong, other = f"but there {there}", f"start {product} ranks"
-    else:
-        wrong = f"but there {there}" if ranks < product else f"which does not divide the {ranks} ranks"
-        other = f"start a multiple of {product} ranks"
+    axes = {"dp": config.mesh.dp, "tp": config.mesh.tp, "pp": config.pipeline.pp}
+    sizes = {axis: size for axis, size in axes.items() if size}
+    product = math.prod(sizes.values())
+    equation = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {product}"
+    wrong = f"but there {'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}"
+    if not axes["dp"] and ranks > product:
+        wrong = f"which does not divide the {ranks} ranks"
+    other = f"start {product} ranks" if axes["dp"] else f"start a multiple of {product} ranks"
     if ranks == 1:
         other += f", as mpirun -n {product} does"
-    shapes = nearest_shapes({axis: size or -1 for axis, size in asked.items()}, ranks, None)
+    shapes = nearest_shapes({axis: size or -1 for axis, size in axes.items()}, ranks, None)
     fitting = [" x ".join(map(str, shape.values())) for shape in shapes if _fits(config, shape)]
     example = f"take for example dp x tp x pp = {' or '.join(fitting[:_SUGGESTIONS])}, or " if fitting else ""
-    return f"{said}, {wrong}: {example}{other}"
+    return f"{equation}, {wrong}: {example}{other}"
 
 
 def _fits(config: Config, shape: dict[str, int]) -> bool:

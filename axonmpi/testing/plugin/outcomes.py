@@ -65,7 +65,7 @@ class Verdict:
 
     Attributes:
         kind: One of `_REPORTED`.
-        outcomes: The outcomes of the ranks that took part.
+        outcomes: The outcomes of the test's ranks.
     """
 
     kind: str
@@ -140,9 +140,9 @@ def failure_of(longrepr: Any, text: str, sections: Iterable[tuple[str, str]] = (
     return RankOutcome(FAILED, headline, key, text, tuple(sections))
 
 
-def merge_outcomes(given: Mapping[int, RankOutcome | None]) -> Verdict:
+def merge_outcomes(of_ranks: Mapping[int, RankOutcome | None]) -> Verdict:
     """Merge the outcomes by rank; None from ranks without the test; local."""
-    outcomes = {rank: outcome for rank, outcome in given.items() if outcome is not None}
+    outcomes = {rank: outcome for rank, outcome in of_ranks.items() if outcome is not None}
     kinds = {outcome.kind for outcome in outcomes.values()}
     return Verdict(next(kind for kind in _REPORTED if kind in kinds), outcomes)
 
@@ -163,8 +163,8 @@ def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> Non
     elif verdict.kind == XPASSED_STRICT:
         report.longrepr = next(iter(decisive.values())).text
     elif verdict.kind == SKIPPED:
-        own_place = report.longrepr[:2] if isinstance(report.longrepr, tuple) else None
-        report.longrepr = (*(own_place or (report.location[0], report.location[1] or 0)), reason)
+        own_location = report.longrepr[:2] if isinstance(report.longrepr, tuple) else None
+        report.longrepr = (*(own_location or (report.location[0], report.location[1] or 0)), reason)
     elif verdict.kind in (XFAILED, XPASSED):
         report.wasxfail = reason
     else:

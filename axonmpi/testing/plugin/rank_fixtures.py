@@ -40,26 +40,26 @@ def plan_for(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest)
         function = function.__func__.__get__(request.instance)
     arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
     plan = Plan(function, arguments)
-    found: Any = fixturedef
-    found.cached_result = (plan, found.cache_key(request), None)
+    untyped: Any = fixturedef  # its cached value is of the fixture's own type
+    untyped.cached_result = (plan, untyped.cache_key(request), None)
     return plan
 
 
-def value_on_rank(given: Any, values: dict[Plan, Any], stack: ExitStack) -> Any:
+def value_on_rank(fixture: Any, values: dict[Plan, Any], stack: ExitStack) -> Any:
     """Return this rank's value of a fixture; in the rank's thread, whose default world is the rank's.
 
     Args:
-        given: pytest's value of the fixture: a plan, or the value that all ranks share.
+        fixture: pytest's value of the fixture: a plan, or the value that all ranks share.
         values: The rank's values of plans so far; the new values are added.
         stack: Tears the fixtures down when it is closed.
     """
-    if not isinstance(given, Plan):
-        return given
-    if given not in values:
-        arguments = {name: value_on_rank(value, values, stack) for name, value in given.arguments.items()}
-        result = given.function(**arguments)
-        if inspect.isgeneratorfunction(given.function):
+    if not isinstance(fixture, Plan):
+        return fixture
+    if fixture not in values:
+        arguments = {name: value_on_rank(value, values, stack) for name, value in fixture.arguments.items()}
+        result = fixture.function(**arguments)
+        if inspect.isgeneratorfunction(fixture.function):
             stack.callback(next, result, None)
             result = next(result)
-        values[given] = result
-    return values[given]
+        values[fixture] = result
+    return values[fixture]

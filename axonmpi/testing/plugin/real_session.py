@@ -85,9 +85,9 @@ class RealSession:
                 self.stopped = True
                 raise
 
-    def together_at(self, place: str) -> AbstractContextManager[None]:
+    def together_at(self, point: str) -> AbstractContextManager[None]:
         """Return a limit of the time in which all ranks have to come to the same point of the session."""
-        return self.limit(self._timeout, f"the ranks did not come to {place} together")
+        return self.limit(self._timeout, f"the ranks did not come to {point} together")
 
     def close(self) -> None:
         """End the monitor and MPI; collective unless `stopped`."""
@@ -100,7 +100,7 @@ class RealSession:
                 end_job(1)
             self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
-                self._channel.agree("end of MPI", None, lambda given: None)
+                self._channel.agree("end of MPI", None, lambda results: None)
                 expect_common_end()
         self._monitor.stop()
         if not self.stopped:
