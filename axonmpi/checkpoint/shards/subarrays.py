@@ -73,9 +73,13 @@ class Subarray:
 
     def run_offsets(self, shape: Sequence[int]) -> Iterator[int]:
         """Yield the row-major number of the first element of each contiguous run in a tensor."""
-        strides, first = strides_of(shape), self.offset_in(shape)
-        for number in range(0, self.numel, self.run_in(shape)):
-            index = np.unravel_index(number, self.size) if self.size else ()
+        first, run = self.offset_in(shape), self.run_in(shape)
+        if run == self.numel:
+            yield first
+            return
+        strides = strides_of(shape)
+        for number in range(0, self.numel, run):
+            index = np.unravel_index(number, self.size)
             yield first + sum(int(at) * stride for at, stride in zip(index, strides, strict=True))
 
 

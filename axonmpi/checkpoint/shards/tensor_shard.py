@@ -36,6 +36,8 @@ class Replicas(NamedTuple):
 
     def times(self, inner: Replicas) -> Replicas:
         """Return the replicas if each of these ranks stands for as many ranks as `inner` has."""
+        if self.size == 1:  # the usual case
+            return inner
         return Replicas(self.size * inner.size, self.rank * inner.size + inner.rank)
 
 
