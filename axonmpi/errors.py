@@ -1,4 +1,4 @@
-"""Types of errors.
+"""The classes of `axonmpi.errors`.
 
 A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. An `AxonmpiError` has another cause:
 the launch, the machine or another rank is at fault, and the code at the call site may be right.

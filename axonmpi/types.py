@@ -1,4 +1,4 @@
-"""Small types that all packages use: reductions, strategies, Work."""
+"""`ReduceOp`, `GradSyncStrategy` and `Work`, which all packages use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons of ranks, and one error on all of them in place of a hang.
+"""Arguments compared over the ranks, and an error of one rank raised on all of them in place of a hang.
 
     raised_on_all       a block whose TypeError or ValueError on any rank is raised on all
     first_rank_does     a function of rank 0: all ranks return its result, or raise its error

@@ -1,4 +1,4 @@
-"""Marks on parameters: the ranks that hold the shards of one, and the elements that this rank's slice has.
+"""Marks on parameters of sharded layers: the group of the shards, and this rank's slice.
 
 FSDP and tensor parallel layers set the marks. A pipeline, which compares tied parameters, reads whether two slices
 have the same elements; the norm of gradients reads the ranks to sum over. A module with sharded parameters has two

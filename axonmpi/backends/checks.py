@@ -1,4 +1,4 @@
-"""Checks of the arguments of every operation; messages have the expected value, the given one and the remedy.
+"""Checks of tensors, ranks and sizes given to a backend's operations, with messages of one form.
 
 They run before anything is sent, on the rank that made the mistake.
 """

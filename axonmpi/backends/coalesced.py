@@ -1,4 +1,4 @@
-"""Many tensors in few collectives: laid end to end in flat buffers, a few for each dtype and device."""
+"""Collectives on many tensors at once, in a few flat buffers for each dtype and device."""
 
 from __future__ import annotations
 

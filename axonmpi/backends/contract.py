@@ -1,4 +1,4 @@
-"""The contract of every backend, with all argument checks in one place.
+"""The contract of every backend: its operations, each with its checks in front and the data's way behind.
 
 A `Backend` is a communicator for one fixed set of ranks. Its public methods check the arguments, say which
 `Call` this is, and hand over to the subclass, which only moves data:

@@ -1,4 +1,4 @@
-"""Counters in memory that the ranks of a node share: one rank writes, another waits.
+"""Counters in shared memory, by which ranks of a node wait for each other: spinning, yielding, then sleeping.
 
 A rank that has waited for a count sees all that the other wrote to shared memory before it counted up. It is how
 data is handed over without a message: the receiver needs no copy, and the sender can compute on at once, since

@@ -1,4 +1,4 @@
-"""Tensors that are treated as if they lay end to end.
+"""`FlatParts`: a list of tensors as one flat tensor, copied only if they do not lie end to end.
 
     [t0, 3, t1]     | t0 .......... | 0 0 0 | t1 .... |         an integer stands for so many zeros
 

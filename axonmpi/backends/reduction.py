@@ -1,4 +1,4 @@
-"""Reducing the tensors of all ranks, in rank order.
+"""The arithmetic of each `ReduceOp` on the CPU: tensors of all ranks combined in rank order.
 
 Every backend reduces with the functions below, so that all of them give the same bits: the parts are taken in
 the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in

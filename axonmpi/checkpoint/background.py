@@ -1,4 +1,4 @@
-"""A call on a thread beside the program, whose error the program raises once."""
+"""A save on a thread beside training: its `Work`, and its error, raised once."""
 
 from __future__ import annotations
 

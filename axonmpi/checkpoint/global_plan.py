@@ -1,4 +1,4 @@
-"""The plan of a save: the layout of the files, which is the same on all ranks, and the bytes that each rank writes.
+"""The files of a checkpoint, planned alike on all ranks: which tensors each file has, and their offsets in it.
 
 The plan is kept, and the next save computes again only the steps whose inputs have changed.
 """

@@ -1,4 +1,4 @@
-"""`PreemptionGuard`: an early stop of all ranks, after a signal or before the job's time is up.
+"""`PreemptionGuard`: all ranks stop at one step, after a signal or before the job's time is up.
 
     signal ──► handler ──► a flag of this rank ──┐
     clock ───────────────► near the end? ────────┴──► vote ──► sum or largest of all ranks ──► all stop, or none

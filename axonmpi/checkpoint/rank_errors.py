@@ -1,4 +1,4 @@
-"""Errors of one rank that all ranks raise together.
+"""Failures of files on one rank, kept until all ranks meet, and raised on all of them as one `CheckpointError`.
 
 A rank that cannot read or write a file goes on to the collectives in which the other ranks wait. At their end all
 ranks raise the same `CheckpointError`.

@@ -1,4 +1,4 @@
-"""Buckets: gradients of several parameters, end to end in one flat tensor, reduced together.
+"""Gradient buckets: their sizes, the assignment of parameters to them, and the reduction of one.
 
     bucket 0  | grad of head.weight | grad of head.bias |          first to become ready in backward
     bucket 1  | grad of block3.w    | grad of block2.w  | ...

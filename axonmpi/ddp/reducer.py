@@ -1,4 +1,4 @@
-"""Averages of gradients, computed while backward runs.
+"""The reducer of `DistributedDataParallel`: fills buckets and averages them over ranks while backward runs.
 
 Autograd calls a hook on each parameter's node when its gradient is complete, after all hooks on the parameter
 itself. The hook puts the gradient into its bucket, and a full bucket is reduced. Buckets are reduced in one order,

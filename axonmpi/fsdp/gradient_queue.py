@@ -1,4 +1,4 @@
-"""Reductions of full gradients to shards of their averages.
+"""The queue of FSDP's reduce-scatters: complete gradients go out in one order, and average into shards.
 
     full.grad        | weight ........ | bias |     the gradient that autograd leaves, on each rank
                           reduce-scatter

@@ -1,4 +1,4 @@
-"""Errors of models that compute with anything else than gathered parameters.
+"""The check that a module reads its parameters only while they are gathered, and `ScatteredParameterError`.
 
 Three mistakes are refused: a forward reads a parameter whose unit is not gathered, which optimizers may do; a
 parameter is added after wrapping; backward makes a graph of gradients.

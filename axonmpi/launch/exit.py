@@ -1,4 +1,4 @@
-"""End of a rank, and of the job with it.
+"""The end of a rank, and of the job with it: uncaught errors, exit codes such as `REQUEUE_EXIT_CODE`, atexit.
 
 Once MPI runs with several ranks, a rank that fails does not leave the others waiting:
 

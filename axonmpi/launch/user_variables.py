@@ -1,4 +1,4 @@
-"""Environment variables that users set: AXONMPI_*, numbers of threads, GPUs; and the watchdog's time limit."""
+"""The variables that users set, AXONMPI_TIMEOUT (the watchdog's limit) among them, with defaults and checks."""
 
 from __future__ import annotations
 

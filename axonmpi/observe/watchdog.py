@@ -1,4 +1,4 @@
-"""Watchdog: a thread of each rank that ends the job if ranks can never go on.
+"""The watchdog: a thread of each rank that ends the job if ranks can never go on, or have waited too long.
 
 A rank that is stuck in MPI cannot report it. So every half a second the lowest rank of each node that is able to
 reads the records of the node's ranks, and ends the job

@@ -1,4 +1,4 @@
-"""A model with its stages on different ranks.
+"""`Pipeline`: a model whose stages are on different ranks.
 
     pipeline = ax.Pipeline.from_modules(stages, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipeline.parameters())

@@ -1,4 +1,4 @@
-"""The names of a pipeline's tensors in the whole model.
+"""Keys of a pipeline's state dict: names in the full model, found from names in the stages.
 
     stages keep the names of one model    "embedding.weight" | "blocks.3.weight"    so has the whole model
     they do not                           "0.weight"         | "0.weight"           "0.0.weight" and "1.0.weight",

@@ -1,4 +1,4 @@
-"""The beginning and the end of a region, a part of a model with other activations on each rank.
+"""The ways into and out of a tensor-parallel region, in which each rank has its own features.
 
     replicated ────── enter ──── each rank has its own features ──── leave ──── replicated
     sequence shard ── enter ──── each rank has its own features ──── leave ──── sequence shard

@@ -1,4 +1,4 @@
-"""Every setting of the trainer, in seven frozen dataclasses.
+"""The trainer's settings: their names, types, defaults and texts, in seven frozen dataclasses.
 
     Config
       ├─ model      ModelConfig       the network's shape

@@ -1,4 +1,4 @@
-"""Settings from a TOML or YAML file."""
+"""The reader of a TOML or YAML file of settings; it knows no setting by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model in stages on different ranks, in one or several pipelines side by side.
+"""The trainer's model as a `Pipeline`, or as several side by side.
 
     global batch ──┬── replica 0    stage 0 ══► stage 1      micro-batches of its slice pass the stages
                    └── replica 1    stage 0 ══► stage 1

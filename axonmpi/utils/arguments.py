@@ -1,4 +1,4 @@
-"""Argument checks of every layer: flags, integers, members of an enum, seconds."""
+"""Checks of plain arguments, for every package: flags, integers, members of an enum, seconds."""
 
 from __future__ import annotations
 

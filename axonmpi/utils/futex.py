@@ -1,4 +1,4 @@
-"""Sleep until a number in shared memory changes, by the futex of Linux.
+"""Linux's futex: sleep until a number in shared memory changes. Counters and barriers decide when to.
 
 A rank that polls takes the core from the rank that it waits for; a rank that naps wakes up late. The kernel's futex
 (futex(2); Franke, Russell and Kirkwood 2002) avoids both, on memory that processes share. A sleep may end early,

@@ -1,4 +1,4 @@
-"""Large buffers in huge pages.
+"""Large buffers on the CPU, allocated in huge pages.
 
 Numpy asks the system for huge pages, torch's allocator does not. Copies of long-lived flat tensors, such as
 gradient buckets, are faster on huge pages: far fewer addresses have to be translated.

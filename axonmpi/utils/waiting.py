@@ -1,4 +1,4 @@
-"""Waits that leave the core to threads that compute."""
+"""Waiting loops in Python, for messages and GPUs: polls, yields and naps that leave the core to computations."""
 
 from __future__ import annotations
 

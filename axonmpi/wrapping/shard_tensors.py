@@ -1,4 +1,4 @@
-"""Tensor subclasses for a rank's shard of a parameter, gradient or state.
+"""Tensor subclasses of shards, which refuse functions that need the full parameter, gradient or state.
 
     shard.norm()                               refused: it would be the norm of the shard
     torch.save(model.state_dict())             refused: the file could not be loaded as the model

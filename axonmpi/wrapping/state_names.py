@@ -1,4 +1,4 @@
-"""Names of a wrapped module, which are those of the module itself.
+"""Keys of a wrapper's state dict, which are those of the wrapped module.
 
     wrapper.state_dict()         {"0.weight": ...}           and not "module.0.weight"
     wrapper.load_state_dict()    takes both, and reports errors with the first

@@ -10,27 +10,6 @@ from helpers.prose import opens_with_a_question, rate, words_of
 PACKAGE = REPOSITORY / "axonmpi"
 MOST_WHAT, MOST_WHERE = 1.0, 2.5
 """Among 1,000 words: a clause with "what" or "where" mostly stands for a noun of the field."""
-CEILINGS: dict[str, tuple[float, float, int]] = {
-    "axonmpi": (7.1, 4.4, 2),
-    "axonmpi/checkpoint": (16.4, 5.7, 14),
-    "axonmpi/cli": (12.1, 5.6, 8),
-    "axonmpi/collectives": (6.2, 2.5, 3),
-    "axonmpi/ddp": (4.0, 2.5, 0),
-    "axonmpi/fsdp": (6.2, 7.4, 4),
-    "axonmpi/groups": (2.9, 2.5, 0),
-    "axonmpi/interop": (10.4, 4.3, 2),
-    "axonmpi/launch": (7.4, 6.4, 4),
-    "axonmpi/observe": (9.9, 7.6, 7),
-    "axonmpi/pipeline": (4.2, 3.1, 4),
-    "axonmpi/tensor": (1.0, 4.4, 2),
-    "axonmpi/testing": (15.5, 2.8, 5),
-    "axonmpi/train": (5.3, 3.2, 7),
-    "axonmpi/utils": (8.8, 5.3, 4),
-    "axonmpi/wrapping": (7.5, 2.5, 3),
-}
-"""Rates of "what" and "where" and the number of question words that begin a file, of packages above the limits."""
-FILES_TO_RENAME = {"launch/board.py", "observe/board.py", "testing/plugin/meeting.py"}
-"""Named by a word that the table gives up."""
 
 
 def files_of_each_package() -> dict[str, list[Path]]:
@@ -50,17 +29,16 @@ FILES = files_of_each_package()
 
 @pytest.mark.parametrize("package", FILES)
 def test_sentences_name_the_thing(package: str) -> None:
-    most_what, most_where, _ = CEILINGS.get(package, (MOST_WHAT, MOST_WHERE, 0))
     words = [word for path in FILES[package] for word in words_of(path)]
     rates = {word: round(rate(words, word), 1) for word in ("what", "where")}
-    assert rates["what"] <= most_what, rates
-    assert rates["where"] <= most_where, rates
+    assert rates["what"] <= MOST_WHAT, rates
+    assert rates["where"] <= MOST_WHERE, rates
 
 
 @pytest.mark.parametrize("package", FILES)
 def test_no_file_opens_with_a_question(package: str) -> None:
     questions = [str(path.relative_to(REPOSITORY)) for path in FILES[package] if opens_with_a_question(path)]
-    assert len(questions) <= CEILINGS.get(package, (0, 0, 0))[2], questions
+    assert questions == []
 
 
 def rows_of_words() -> list[list[str]]:
@@ -84,7 +62,7 @@ def test_files_are_not_named_by_words_that_the_table_gives_up() -> None:
     given_up -= {word.strip("`") for word, _, _ in rows}
     assert {"board", "meeting", "piece"} <= given_up
     named = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.stem in given_up}
-    assert named - FILES_TO_RENAME == set()
+    assert named == set()
 
 
 SOURCE = '''

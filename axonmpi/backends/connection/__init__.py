@@ -1,1 +1,1 @@
-"""Memory that the ranks of a node share, and collectives in it."""
+"""The collectives of CPUs: shared memory on each node, MPI between the nodes."""

@@ -1,4 +1,4 @@
-"""Blocks of memory that the ranks of one node share, at the same offset in each rank's region.
+"""An allocator of symmetric tensors: blocks at the same offset in the region of each rank of a node.
 
 An `Arena` is a few large segments, carved into blocks. A block is freed when its last tensor is gone on all ranks,
 which they notice at different times: each notes it, and they compare notes the next time that they allocate.

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share.
+"""Segments: anonymous shared memory, mapped by the ranks of one node.
 
 A `Segment` is one anonymous file in memory, mapped by all ranks of a node, with a region for each of them:
 

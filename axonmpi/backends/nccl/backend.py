@@ -1,4 +1,4 @@
-"""Communicators of GPUs, by NCCL: how they are made, divided and ended.
+"""`NcclBackend`: communicators of GPUs, how they are made, divided and ended.
 
 A call returns when it is enqueued, which takes microseconds; work that the caller enqueues after a blocking
 operation begins after it. The CPUs of the ranks do not meet, so calls that differ are noticed by NCCL at best,

@@ -1,4 +1,4 @@
-"""The start of NCCL: one communicator for the ranks of a group, over a backend that they have already.
+"""The first connection of GPUs: the unique id, sent over another backend, and errors raised on all ranks.
 
     1. each rank looks for its GPU and for NCCL; all exchange the results
     2. rank 0 makes a unique id; the id or the error is broadcast

@@ -1,4 +1,4 @@
-"""Operations of a group of GPUs: NCCL runs them, or the CPUs' backend of the same ranks.
+"""Collectives and messages of a backend of GPUs, each carried by NCCL or by the CPUs' backend of the same ranks.
 
 Ranks exchange sizes that the receiver cannot know over the CPUs first, if the group has a CPU backend: for
 all_gather without `sizes`, gather, scatter, all_to_all of free shapes.

@@ -1,4 +1,4 @@
-"""The streams of a group of GPUs: their operations, failures and end.
+"""The CUDA streams of a group of GPUs: the order between them and the caller's stream, failures, the end.
 
     blocking        caller's stream: earlier work ── NCCL ── later work
     asynchronous    caller's stream ── event ──▶ group's stream: NCCL ── event ──▶ Work.wait(): caller's stream

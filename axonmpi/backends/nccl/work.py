@@ -1,4 +1,4 @@
-"""Operations that a GPU was told to do."""
+"""`NcclWork`: an operation that a GPU was told to run, to be waited for."""
 
 from __future__ import annotations
 

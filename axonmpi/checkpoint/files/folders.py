@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, which is replaced as one: complete, or not there.
+"""The folder of one checkpoint on the disk: its partial and previous forms, and the rename between them.
 
     PATH.partial              is being written; renamed to PATH when all is on the disk
     PATH                      a complete checkpoint

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files against `state.json` and `checksums.safetensors`."""
+"""Checks at every load that `state.json`, `checksums.safetensors` and the other files belong together."""
 
 from __future__ import annotations
 

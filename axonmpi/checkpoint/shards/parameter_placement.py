@@ -1,4 +1,4 @@
-"""The placement of a rank's memory in a full parameter.
+"""The elements of a full parameter that this rank's memory has, and the ranks with the same elements.
 
     full parameter        [8, 6]      this rank's tensor-parallel layer has rows 0 1 6 7: its `ranges`
     of the layer          [4, 6]      FSDP gives this rank the elements 5 to 13: its `bounds`

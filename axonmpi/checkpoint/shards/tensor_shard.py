@@ -1,4 +1,4 @@
-"""Shards of tensors, under the names that the full tensors have in the files.
+"""A rank's shard of one tensor of a checkpoint: name, full shape, subarrays and their memory.
 
     full tensor     "blocks.0.output.weight" [8, 6], of a model with tensor parallelism and FSDP
     a rank's shard  pieces [5, 2] at (0, 2) and [1, 1] at (5, 2): views of the rank's own memory

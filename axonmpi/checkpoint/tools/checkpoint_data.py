@@ -1,4 +1,4 @@
-"""The content of a file or folder of any known format, as a checkpoint has it: tensors by name, and a few values.
+"""Tensors by name and a few values: the form between reading one format and writing another.
 
 checkpoint, .safetensors, .pt     tensors are views of the mapped files, whose pages are read when they are used
 PyTorch DCP                       tensors are on the meta device until `fetch` reads their values

@@ -1,4 +1,4 @@
-"""Conversion between checkpoints and the formats of other programs, by one process.
+"""`axonmpi checkpoint convert`: checkpoints to and from the formats of other programs; one function a format.
 
 SOURCE                                    TARGET
 checkpoint                                checkpoint: a folder

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: every block of every file against its checksum.
+"""`axonmpi checkpoint verify`: every block of every file compared with its checksum, by one process.
 
 Files of other tools have no checksums; only their headers and sizes can be checked.
 """

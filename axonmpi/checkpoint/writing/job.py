@@ -1,4 +1,4 @@
-"""The write of a checkpoint by all ranks together: complete, or not there.
+"""The steps of a save on all ranks, in order: sizes, bytes, `fsync`, checksums, rename.
 
 rank 0      makes the folder, and the files in their sizes
 all         write their bytes, bring them to the disk, and exchange errors and checksums

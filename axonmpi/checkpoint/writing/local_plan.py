@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint that this rank writes.
+"""The ranges of bytes of the files that this rank writes, and the memory that they come from.
 
     ranks with equal shards  one     two                   the offset of each tensor in its file is known to all;
                               |       |                    equal shards, laid end to end, are cut evenly

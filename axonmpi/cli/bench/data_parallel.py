@@ -1,4 +1,4 @@
-"""A step of data parallel training, with full and with sharded parameters: axonmpi, and torch on two backends.
+"""`axonmpi bench ddp` and `fsdp`: cases, columns and options.
 
 The model is a multilayer perceptron of 12.6 million parameters with a batch of 64 a rank.
 

@@ -1,4 +1,4 @@
-"""The lines between the ranks of a pipeline, from step to step.
+"""The choice of a mailbox or of messages for each pair of stages, kept from step to step.
 
     first step with inputs of a shape     messages, each with its form; afterwards the ranks gather the sizes of
                                           their mailboxes, and allocate them together

@@ -1,4 +1,4 @@
-"""Messages between stages.
+"""Tagged messages between stages on different nodes, received into memory posted ahead.
 
 The executor calls four methods of a wire:
 

@@ -1,4 +1,4 @@
-"""Markers of tests, and settings: number of ranks, time limit, skips."""
+"""The marker `ranks` and the plugin's settings: numbers of ranks and skips, for threads and for `mpirun`."""
 
 from __future__ import annotations
 

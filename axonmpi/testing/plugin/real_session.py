@@ -1,4 +1,4 @@
-"""The test session of all ranks under `mpirun`.
+"""The session under `mpirun`: all ranks run each test together and agree on its outcome.
 
 It has the world, the channel for verdicts, the monitor that ends the job when a rank is late, and the smaller
 worlds that tests run in. These are kept from test to test, but not after a failed test, which may have left
