@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import axonmpi as ax
-from axonmpi.launch import page
+from axonmpi.record import NoLog
+from axonmpi.record.layout import DESCRIPTION
 
 
-class Log(page.NoLog):
+class Log(NoLog):
     """Keeps the name and bytes of each operation, waits left out; `enter` returns an index of `calls`."""
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Log(page.NoLog):
 
 def name_and_bytes(description: bytes) -> tuple[str, int]:
     """Return the operation's name and the bytes of the rank's tensor, as `describe` has packed them."""
-    fields = page._DESCRIPTION.unpack(description)
+    fields = DESCRIPTION.unpack(description)
     return fields[0].rstrip(b"\0").decode(), fields[6]
 
 
