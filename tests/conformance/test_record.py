@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.compare import refused
-from helpers.operation_log import Log
+from helpers.operation_log import Log, set_log
 
 import axonmpi as ax
 
@@ -54,7 +54,8 @@ class Recorder(Log):
 def recorded(world: ax.World) -> tuple[ax.ProcessGroup, Recorder]:
     """Make a group of all ranks whose operations a recorder keeps."""
     group = world.new_group(range(world.size))
-    group.backend.notes = recorder = Recorder()
+    recorder = Recorder()
+    set_log(group.backend, recorder)
     return group, recorder
 
 

@@ -29,12 +29,18 @@ def name_and_bytes(description: bytes) -> tuple[str, int]:
     return fields[0].rstrip(b"\0").decode(), fields[6]
 
 
+def set_log(backend: ax.Backend, log: Any) -> None:
+    """Let a backend write to a log, of GPUs their CPUs' backend, too."""
+    backend.notes = backend.control.notes = log
+
+
 @contextlib.contextmanager
 def logged(world: ax.World, log: Any = None) -> Iterator[Any]:
     """Log the operations that this rank runs, on mock and on real ranks."""
     backend = world.default_group.backend
-    notes, backend.notes = backend.notes, Log() if log is None else log
+    notes, log = backend.notes, Log() if log is None else log
+    set_log(backend, log)
     try:
-        yield backend.notes
+        yield log
     finally:
-        backend.notes = notes
+        set_log(backend, notes)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.compare import assert_close, assert_same_on_all_ranks, refused
-from helpers.operation_log import Log
+from helpers.operation_log import Log, set_log
 from helpers.pipelines import assert_step_like_one_process, batches, block, built, computed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -160,7 +160,8 @@ def test_sending_and_waiting_are_recorded(world, ranks_per_node, monkeypatch) ->
     pipeline = Pipeline.from_modules(built(block, 2), group, num_microbatches=2, loss_fn=F.mse_loss)
     inputs = torch.ones(4, 8, dtype=torch.float64)
     pipeline.train_step(inputs, inputs)
-    log = group.private().notes = WithWaits()
+    log = WithWaits()
+    set_log(group.private(), log)
     pipeline.train_step(inputs, inputs)
     calls = Counter(operation for operation, _ in log.calls)
     sent, received = ("stage send", "stage recv") if len(group.backend.node_ranks) > 1 else ("isend", "irecv")
