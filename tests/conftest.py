@@ -14,7 +14,7 @@ from helpers.nodes import Nodes
 from hypothesis import settings
 
 import axonmpi as ax
-from axonmpi.backends.mock.backend import MockBackend
+from axonmpi.backends.mock.mock_backend import MockBackend
 from axonmpi.groups.world import current_world
 from axonmpi.launch.cpu import CoreShare, usable_cores
 from axonmpi.launch.launcher_variables import launched_ranks

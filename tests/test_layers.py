@@ -236,6 +236,17 @@ def test_folders_have_few_files() -> None:
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
+def test_no_two_files_or_classes_of_a_package_have_one_name() -> None:
+    names: Counter[tuple[str, str]] = Counter()
+    for module, tree in trees().items():
+        package = module.partition(".")[0]
+        classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        names.update((package, name) for name in classes if not name.startswith("_"))
+        if module not in PACKAGES:
+            names[package, f"{module.rpartition('.')[2]}.py"] += 1
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
 STARTS_NOTHING = """
 import sys, threading
 import axonmpi as ax

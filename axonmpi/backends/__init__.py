@@ -8,11 +8,11 @@ from .connection.segment import remedy
 from .contract import Backend
 from .counters import NodeCounters
 from .local import LocalBackend
-from .mock.backend import LoggedCall, MockBackend
-from .mpi.backend import MpiBackend
-from .nccl.backend import NcclBackend
+from .mock.mock_backend import LoggedCall, MockBackend
+from .mpi.mpi_backend import MpiBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
+from .nccl.nccl_backend import NcclBackend
 from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different, parts_by_node
 from .ranks import check_different, check_parts, check_rank, check_ranks, integer_array
 from .reduction import wide_dtype

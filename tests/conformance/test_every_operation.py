@@ -16,11 +16,11 @@ from helpers.placements import new_groups_of
 from helpers.settings import all_pairs
 
 from axonmpi import ProcessGroup, World
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 OPERATIONS = (*WITH_SYMMETRIC, "scan", "gather", "scatter", "all_to_all", "ring")
-SIZES = (Sizes(), Sizes(7, 7), Sizes(64, 1000), Sizes(1000, 64), Sizes(message=7))
+SIZES = (ChunkSizes(), ChunkSizes(7, 7), ChunkSizes(64, 1000), ChunkSizes(1000, 64), ChunkSizes(message=7))
 """Those of each kind of group."""
 EDGE = -EDGE_BYTES
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 1, 3), (13, 37), (EDGE - 1,), (EDGE,), (EDGE + 1,))

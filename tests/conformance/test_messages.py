@@ -10,7 +10,7 @@ from helpers.compare import refused
 from helpers.placements import new_groups_of
 
 from axonmpi import CollectiveMismatchError, ProcessGroup
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 from axonmpi.utils.waiting import Backoff, wait_until
 
 pytestmark = pytest.mark.ranks(2)
@@ -66,7 +66,7 @@ def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> N
 def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world) -> None:
     """Also where it goes in several pieces, and both sizes are multiples of the largest."""
     for piece in (7, 64, None):
-        with new_groups_of(world, Sizes(message=piece) if piece else None):
+        with new_groups_of(world, ChunkSizes(message=piece) if piece else None):
             group = world.new_group(range(world.size))
         before, after = neighbours(group)
         sizes = [(3, 4), (5, 4), (0, 4), (4, 0)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from axonmpi import MpiBackend, ProcessGroup, World
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 from axonmpi.backends.tuning import CHUNK_BYTES, SLICE_BYTES, replicated_bytes
 from axonmpi.launch.launcher_variables import launched_ranks
 from helpers.collective_checks import Watched
@@ -78,7 +78,7 @@ class Places:
 
 
 @contextmanager
-def new_groups_of(world: World, sizes: Sizes | None) -> Iterator[None]:
+def new_groups_of(world: World, sizes: ChunkSizes | None) -> Iterator[None]:
     """Let real ranks make groups with other sizes of chunks and messages; mock ranks have none."""
     backend = world.default_group.backend
     if sizes is None or not isinstance(backend, MpiBackend):
@@ -90,7 +90,7 @@ def new_groups_of(world: World, sizes: Sizes | None) -> Iterator[None]:
 
 
 @contextmanager
-def places_in(world: World, kind: str, nbytes: int, sizes: Sizes | None = None) -> Iterator[Places]:
+def places_in(world: World, kind: str, nbytes: int, sizes: ChunkSizes | None = None) -> Iterator[Places]:
     """Make room for tensors of up to `nbytes` bytes in a new group of all ranks, of other sizes; collective."""
     with new_groups_of(world, sizes):
         groups = [world.new_group(range(world.size)) for _ in range(2 if kind == "foreign" else 1)]

@@ -60,7 +60,7 @@ which no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, v
 barrier needs no fence."""
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """Sizes of chunks and messages in bytes, the same on all ranks.
 
     Attributes:
@@ -107,7 +107,7 @@ class Connection:
     arena: Arena | None
     lane: Lane | None
     rounds: Rounds | None
-    sizes: Sizes
+    sizes: ChunkSizes
     release: Sequence[Callable[[], None]] = ()
     obstacle: str = ""
     ordered: bool = False
@@ -231,7 +231,7 @@ class Connection:
 # ---- making it -------------------------------------------------------------------------------------------------
 
 
-def connect(mpi: Any, comm: Any, sizes: Sizes, *, oversubscribed: bool, timeout: float | None) -> Connection:
+def connect(mpi: Any, comm: Any, sizes: ChunkSizes, *, oversubscribed: bool, timeout: float | None) -> Connection:
     """Find out how the ranks of a communicator can reach each other, and connect them; collective.
 
     Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate through it;
@@ -265,7 +265,7 @@ def path_of(comm: Any) -> tuple[str, str]:
     """
     from mpi4py import MPI
 
-    connection = connect(MPI, comm, Sizes(), oversubscribed=True, timeout=None)
+    connection = connect(MPI, comm, ChunkSizes(), oversubscribed=True, timeout=None)
     connection.free()
     return connection.path, connection.obstacle
 
@@ -283,7 +283,7 @@ def node_communicator(mpi: Any, comm: Any) -> Any:
     return part
 
 
-def _connect_apart(mpi: Any, comm: Any, sizes: Sizes, waiter: RequestWaiter, obstacle: str) -> Connection:
+def _connect_apart(mpi: Any, comm: Any, sizes: ChunkSizes, waiter: RequestWaiter, obstacle: str) -> Connection:
     """Connect ranks that share no memory; collective."""
     topology = Topology.apart(comm.rank, comm.size)
     control, buffers = (
@@ -327,7 +327,7 @@ def _connect_nodes(
     node: Any,
     topology: Topology,
     memory: list[Segment],
-    sizes: Sizes,
+    sizes: ChunkSizes,
     waiter: RequestWaiter,
     oversubscribed: bool,
     timeout: float | None,

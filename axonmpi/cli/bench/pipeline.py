@@ -30,7 +30,7 @@ _STEPS_PER_BLOCK = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduleCase:
     """A schedule of axonmpi's and of torch's.
 
     Attributes:
@@ -45,11 +45,11 @@ class Case:
 
 
 CASES = {
-    "gpipe": Case(PipelineSchedule.GPIPE, 1, "ScheduleGPipe"),
-    "1f1b": Case(PipelineSchedule.ONE_F_ONE_B, 1, "Schedule1F1B"),
-    "zero-bubble": Case(PipelineSchedule.ZERO_BUBBLE, 1, "ScheduleInterleavedZeroBubble"),
-    "interleaved-1f1b": Case(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, _CHUNKS, "ScheduleInterleaved1F1B"),
-    "zero-bubble-v": Case(PipelineSchedule.ZERO_BUBBLE, _CHUNKS, "ScheduleZBVZeroBubble"),
+    "gpipe": ScheduleCase(PipelineSchedule.GPIPE, 1, "ScheduleGPipe"),
+    "1f1b": ScheduleCase(PipelineSchedule.ONE_F_ONE_B, 1, "Schedule1F1B"),
+    "zero-bubble": ScheduleCase(PipelineSchedule.ZERO_BUBBLE, 1, "ScheduleInterleavedZeroBubble"),
+    "interleaved-1f1b": ScheduleCase(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, _CHUNKS, "ScheduleInterleaved1F1B"),
+    "zero-bubble-v": ScheduleCase(PipelineSchedule.ZERO_BUBBLE, _CHUNKS, "ScheduleZBVZeroBubble"),
 }
 
 

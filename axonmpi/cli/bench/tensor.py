@@ -41,7 +41,7 @@ Groups = Mapping[str, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Block:
+class ComparedBlock:
     """A block of the transformer in each variant's form, with the same parameters.
 
     Attributes:
@@ -92,15 +92,15 @@ def _perceptron(width: int, ranks: int = 1) -> nn.Sequential:
     return nn.Sequential(OrderedDict(up=up, activation=nn.GELU(), down=down))
 
 
-def _build_perceptron(groups: Groups, world: World, options: argparse.Namespace) -> Block:
+def _build_perceptron(groups: Groups, world: World, options: argparse.Namespace) -> ComparedBlock:
     ours = ParallelMLP(options.width, 4 * options.width)
     full = _perceptron(options.width)
     _copy([ours.up, ours.down], [full.get_submodule("up"), full.get_submodule("down")])
     shard = _perceptron(options.width, world.size)
-    return Block(full, ours, _parallelized(groups, full, "up", "down"), shard)
+    return ComparedBlock(full, ours, _parallelized(groups, full, "up", "down"), shard)
 
 
-def _build_attention(groups: Groups, world: World, options: argparse.Namespace) -> Block:
+def _build_attention(groups: Groups, world: World, options: argparse.Namespace) -> ComparedBlock:
     width, heads = options.width, options.heads
     ours = tensor_parallel_attention(width, heads)
     assert ours.query_key_value is not None
@@ -110,7 +110,7 @@ def _build_attention(groups: Groups, world: World, options: argparse.Namespace) 
     for index, projection in enumerate(separate.projections):
         projection.load_state_dict({name: chunks[index] for name, chunks in fused.items()})
     shard = Attention(width, heads, world.size)
-    return Block(full, ours, _parallelized(groups, separate, "projections.*", "output"), shard)
+    return ComparedBlock(full, ours, _parallelized(groups, separate, "projections.*", "output"), shard)
 
 
 BLOCKS = {"mlp": _build_perceptron, "attention": _build_attention}
@@ -197,7 +197,7 @@ def _squared_norm(module: nn.Module) -> Tensor:
     return total
 
 
-def check_results(block: Block, tokens: Tokens, world: World) -> None:
+def check_results(block: ComparedBlock, tokens: Tokens, world: World) -> None:
     """Compare the results of each variant with one process; collective.
 
     Raises:

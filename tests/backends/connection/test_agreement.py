@@ -8,7 +8,7 @@ from helpers.placements import REAL
 
 from axonmpi import CollectiveMismatchError, MpiBackend, ReduceOp, World
 from axonmpi.backends.call import Call
-from axonmpi.backends.connection.connection import Connection, Sizes, connect
+from axonmpi.backends.connection.connection import ChunkSizes, Connection, connect
 from axonmpi.launch.start import start_mpi
 
 pytestmark = [REAL, pytest.mark.ranks(2, 4)]
@@ -24,7 +24,7 @@ def make(request, monkeypatch) -> Callable[[World], Connection]:
     def connected(world: World) -> Connection:
         backend = world.default_group.backend
         assert isinstance(backend, MpiBackend)
-        return connect(start_mpi(), backend.mpi_comm, Sizes(), oversubscribed=True, timeout=None)
+        return connect(start_mpi(), backend.mpi_comm, ChunkSizes(), oversubscribed=True, timeout=None)
 
     return connected
 

@@ -12,7 +12,7 @@ from helpers.numpy_reference import reductions
 from helpers.placements import REAL, Places, limits, new_groups_of
 
 from axonmpi import World
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 
 STEPS = 12
 """Of each run: what is remembered about calls after the first ones serves the others too."""
@@ -30,7 +30,7 @@ def make_checks(world: World) -> dict[tuple[int, str, bool], CollectiveChecks]:
     sets = [range(size), range(size)[::-1], range(size - size // 2), range(size // 2, size), [0, size - 1]]
     groups = []
     for number, ranks in enumerate(sets):  # in every other one data of a few pages is several chunks
-        with new_groups_of(world, None if number % 2 else Sizes(chunk=1 << 14)):
+        with new_groups_of(world, None if number % 2 else ChunkSizes(chunk=1 << 14)):
             groups.append(world.new_group(ranks))
     return {
         (number, kind, asynchronous): CollectiveChecks(

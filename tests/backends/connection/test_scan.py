@@ -10,7 +10,7 @@ from helpers.placements import REAL, new_groups_of
 from torch import Tensor
 
 from axonmpi import ReduceOp, World
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 
 pytestmark = [REAL, pytest.mark.ranks(2, 4)]
 COUNTS = (1, 29, 1000, 9001)
@@ -44,7 +44,7 @@ def test_each_rank_gets_the_reduction_up_to_it(world: World, monkeypatch, on_a_n
     """Each alone, on nodes of two ranks, of three ranks and one, on one node; in several chunks and messages."""
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", on_a_node)
     monkeypatch.setenv("AXONMPI_SUMS", order)
-    with new_groups_of(world, Sizes(4096, 10_000)):
+    with new_groups_of(world, ChunkSizes(4096, 10_000)):
         group = world.new_group(range(world.size))
     in_rank_order = group.backend.path == "node" or order == "ordered"
     for count, dtype, op in itertools.product(COUNTS, DTYPES, COMBINE):

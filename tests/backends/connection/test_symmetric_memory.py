@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from axonmpi import FSDP, ProcessGroup, ReduceOp, World
 from axonmpi.backends.connection import segment as shared_memory
 from axonmpi.backends.connection.arena import FreeList
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 from axonmpi.backends.connection.segment import Segment
 
 MIB = 1 << 20
@@ -331,7 +331,7 @@ def test_ordinary_tensors_again_and_again(world) -> None:
     """In chunks of several sizes, and more kinds and places than are remembered."""
     total, line = sum(range(world.size)), torch.arange(limits(world.size).medium // 2 + 5, dtype=torch.int32)
     for chunk in (1 << 20, 1 << 14, 3 << 15):
-        with new_groups_of(world, Sizes(chunk=chunk)):
+        with new_groups_of(world, ChunkSizes(chunk=chunk)):
             group = group_of(world)
         tensor = line + world.rank
         for root in range(world.size):

@@ -10,7 +10,7 @@ from helpers.placements import PLACEMENTS, REAL, SMALL_CHUNK_BYTES, Places, limi
 from helpers.settings import all_pairs
 
 from axonmpi import ReduceOp
-from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.connection import ChunkSizes
 from axonmpi.backends.reduction import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @pytest.mark.ranks(2, 3)
 def test_every_operation_wherever_the_tensors_lie(world) -> None:
     """In one group, one after the other and beside each other. A page is a piece, so little data is several."""
-    with new_groups_of(world, Sizes(chunk=SMALL_CHUNK_BYTES)):
+    with new_groups_of(world, ChunkSizes(chunk=SMALL_CHUNK_BYTES)):
         group, other = (world.new_group(range(world.size)) for _ in range(2))
     direct = limits(world.size).direct
     checks = {
@@ -53,7 +53,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
 @pytest.mark.parametrize("kind", ["view", "mixed", "foreign"])
 def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> None:
     edges = limits(world.size)
-    with places_in(world, kind, 3 * edges.chunk + 64, Sizes(chunk=SMALL_CHUNK_BYTES)) as places:
+    with places_in(world, kind, 3 * edges.chunk + 64, ChunkSizes(chunk=SMALL_CHUNK_BYTES)) as places:
         checks = CollectiveChecks(places.group, label=kind, put=places.put)
         # One chunk (1,024 elements), several, nothing; in every combination.
         for sizes in itertools.product((0, 3, 1024, 1025, 1500), repeat=2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, check_results
+from axonmpi.cli.bench.collectives.cases import OPERATIONS, CollectiveCase, Variant, check_results
 from axonmpi.cli.bench.collectives.comparison import plot, table
 from axonmpi.cli.bench.collectives.mpi_alone import add
 from axonmpi.cli.bench.command import BENCHMARKS, make_parser
@@ -111,16 +111,16 @@ def test_table_of_gpus_shows_what_the_cpu_spends_on_a_call():
     ],
 )
 def test_expected_results(operation, wanted):
-    case = Case(operation, torch.float32, 24, rank=1, ranks=2)
+    case = CollectiveCase(operation, torch.float32, 24, rank=1, ranks=2)
     found = case.expected(torch.arange(case.result_numel)).tolist()
     assert (found, case.source_numel) == (wanted, 3 if operation == "all_gather" else 6)
-    smallest = Case(operation, torch.float32, 4, rank=0, ranks=4)
+    smallest = CollectiveCase(operation, torch.float32, 4, rank=0, ranks=4)
     assert min(smallest.source_numel, smallest.result_numel) >= 1
 
 
 @pytest.mark.parametrize("wrong", [0, 7, 21, 999])
 def test_a_wrong_element_is_noticed(wrong):
-    case = Case("all_reduce", torch.float32, 4000, rank=0, ranks=1)
+    case = CollectiveCase("all_reduce", torch.float32, 4000, rank=0, ranks=1)
     source = torch.zeros(1000)
     assert (Variant(case, source, lambda: None, source).is_right(), bool(source.any())) == (True, False)
     assert not Variant(case, source, lambda: source[wrong:].add_(1), source).is_right()
@@ -156,7 +156,7 @@ def test_a_device_that_computes_later_is_compared_with_torch_where_torch_can(mon
 
 @pytest.mark.ranks(2)
 def test_a_wrong_result_of_one_rank_is_raised_on_all(world):
-    case = Case("all_reduce", torch.float32, 64, world.rank, world.size)
+    case = CollectiveCase("all_reduce", torch.float32, 64, world.rank, world.size)
     source = torch.zeros(16)
 
     def call() -> None:

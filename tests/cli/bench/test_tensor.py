@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.compare import refused
 
-from axonmpi.cli.bench.tensor import Block, Tokens, check_results, measure, table
+from axonmpi.cli.bench.tensor import ComparedBlock, Tokens, check_results, measure, table
 
 SIZES = {"width": 32, "heads": 4}
 
@@ -35,9 +35,9 @@ def test_sizes_that_do_not_fit_are_named(world):
 def test_wrong_results_are_noticed(world, wrong):
     full, stock = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
     tokens = Tokens(1, 4, 32)
-    check_results(Block(full, full, {"torch": full}, full), tokens, world)
+    check_results(ComparedBlock(full, full, {"torch": full}, full), tokens, world)
     if wrong == "gradient":
         stock.load_state_dict(full.state_dict())
         stock.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(RuntimeError, match="torch on 1 ranks: results are not those of one process"):
-        check_results(Block(full, full, {"torch": stock}, full), tokens, world)
+        check_results(ComparedBlock(full, full, {"torch": stock}, full), tokens, world)

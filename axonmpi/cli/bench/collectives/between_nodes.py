@@ -28,7 +28,7 @@ from ....utils.text import counted
 from ..harness.benchmark import Benchmark, Figures
 from ..harness.options import choices, sizes
 from ..harness.table import BAR, Column, table_lines
-from .cases import Case, Variant, library_name, measure_variants, mpi_variant, our_variant, torch_variant
+from .cases import CollectiveCase, Variant, library_name, measure_variants, mpi_variant, our_variant, torch_variant
 from .comparison import SIZE, time_column
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -55,7 +55,7 @@ def _measure(world: World, options: argparse.Namespace) -> Figures:
     measured = []
     for operation in options.operations:
         for nbytes in options.sizes:
-            case = Case(operation, torch.float32, nbytes, world.rank, world.size)
+            case = CollectiveCase(operation, torch.float32, nbytes, world.rank, world.size)
             times = measure_variants(_variants(case, mpi), options.blocks, block_seconds=options.seconds)
             measured.append(
                 {"operation": operation, "bytes": nbytes, "microseconds": times, "ratios": _ratios(times)}
@@ -72,7 +72,7 @@ def _ratios(times: dict[str, float]) -> dict[str, float]:
     return ratios
 
 
-def _variants(case: Case, mpi: Any) -> dict[str, Variant]:
+def _variants(case: CollectiveCase, mpi: Any) -> dict[str, Variant]:
     """Return all variants of a case; collective."""
     variants = {"ordinary": our_variant(case, case.zeros()), "mpi": mpi_variant(case, mpi)}
     if dist.is_initialized():

@@ -31,7 +31,7 @@ _COMPARED = 64
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """A collective, its dtype and its size on this rank.
 
     Attributes:
@@ -101,7 +101,7 @@ class Variant:
         result: The tensor that then holds the result; None: `call` returns it.
     """
 
-    case: Case
+    case: CollectiveCase
     source: Tensor
     call: Callable[[], object]
     result: Tensor | None = None
@@ -132,7 +132,7 @@ def _content(rank: int | Tensor, indices: Tensor) -> Tensor:
 # ---- variants ---------------------------------------------------------------------------------------------------
 
 
-def our_variant(case: Case, source: Tensor) -> Variant:
+def our_variant(case: CollectiveCase, source: Tensor) -> Variant:
     """Return axonmpi's variant of a case, on this tensor."""
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": partial(all_reduce, source),
@@ -144,7 +144,7 @@ def our_variant(case: Case, source: Tensor) -> Variant:
     return Variant(case, source, calls[case.operation], source if case.is_in_place else None)
 
 
-def mpi_variant(case: Case, mpi: Any) -> Variant:
+def mpi_variant(case: CollectiveCase, mpi: Any) -> Variant:
     """Return MPI's own variant of a case of float32; `mpi` is the module `mpi4py.MPI`, started."""
     comm = mpi.COMM_WORLD
     source, result = _source_and_result(case)
@@ -160,7 +160,7 @@ def mpi_variant(case: Case, mpi: Any) -> Variant:
     return Variant(case, source, calls[case.operation], result)
 
 
-def torch_variant(case: Case) -> Variant:
+def torch_variant(case: CollectiveCase) -> Variant:
     """Return the variant of torch.distributed's default group."""
     source, result = _source_and_result(case)
     calls: dict[str, Callable[[], object]] = {
@@ -173,14 +173,14 @@ def torch_variant(case: Case) -> Variant:
     return Variant(case, source, calls[case.operation], result)
 
 
-def memcpy_variant(case: Case) -> Variant:
+def memcpy_variant(case: CollectiveCase) -> Variant:
     """Return a copy of as many bytes within this rank's memory."""
     copy = replace(case, operation="copy")
     source, target = copy.zeros(), copy.zeros()
     return Variant(copy, source, partial(target.copy_, source), target)
 
 
-def _source_and_result(case: Case) -> tuple[Tensor, Tensor]:
+def _source_and_result(case: CollectiveCase) -> tuple[Tensor, Tensor]:
     """Return ordinary tensors for the source and for the result, the same one if the operation is in place."""
     source = case.zeros()
     return source, source if case.is_in_place else flat_zeros(case.result_numel, case.dtype, case.device)

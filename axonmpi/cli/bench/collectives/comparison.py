@@ -36,7 +36,7 @@ from . import mpi_alone
 from .cache_line import LineProbe
 from .cases import (
     OPERATIONS,
-    Case,
+    CollectiveCase,
     Variant,
     library_name,
     measure_variants,
@@ -76,7 +76,7 @@ def measure(world: World, options: argparse.Namespace) -> Figures:
     for operation in options.operations:
         for dtype in options.dtypes:
             for nbytes in options.sizes:
-                case = Case(operation, DTYPES[dtype], nbytes, world.rank, world.size, world.device)
+                case = CollectiveCase(operation, DTYPES[dtype], nbytes, world.rank, world.size, world.device)
                 measured.append(_measure_case(case, mpi, options.blocks, probe, device))
     return {
         "path": "nccl" if mpi is None else getattr(world.default_group.backend, "path", "none"),
@@ -87,7 +87,7 @@ def measure(world: World, options: argparse.Namespace) -> Figures:
     }
 
 
-def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe, device: Device) -> Figures:
+def _measure_case(case: CollectiveCase, mpi: Any, blocks: int, probe: LineProbe, device: Device) -> Figures:
     variants = _variants(case, mpi)
     times = measure_variants(variants, blocks, before=probe.sample, clock=device_clock(device))
     cpu_times: dict[str, float] = {}
@@ -107,7 +107,7 @@ def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe, device: D
     }
 
 
-def _variants(case: Case, mpi: Any) -> dict[str, Variant]:
+def _variants(case: CollectiveCase, mpi: Any) -> dict[str, Variant]:
     """Return all variants of a case; collective. `mpi` is the module `mpi4py.MPI`, None for tensors on GPUs."""
     variants = {"ordinary": our_variant(case, case.zeros()), "memcpy": memcpy_variant(case)}
     if mpi is not None:

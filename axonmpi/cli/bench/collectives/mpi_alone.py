@@ -25,7 +25,7 @@ from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_
 from ....launch.launcher_variables import set_variables_for_mpi
 from ..harness.benchmark import Figures
 from ..harness.timing import RankOperations
-from .cases import Case, measure_variants, mpi_variant
+from .cases import CollectiveCase, measure_variants, mpi_variant
 
 
 def measure(options: argparse.Namespace) -> Figures | None:
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> Figures | None:
     cases = []
     for operation in options.operations:
         for nbytes in options.sizes:
-            case = Case(operation, torch.float32, nbytes, comm.rank, comm.size)
+            case = CollectiveCase(operation, torch.float32, nbytes, comm.rank, comm.size)
             times = measure_variants({"mpi": mpi_variant(case, mpi)}, options.blocks, ranks=ranks)
             cases.append({"operation": operation, "bytes": nbytes, "microseconds": times["mpi"]})
     return {"level": runtime.thread_level(mpi), "cases": cases} if comm.rank == 0 else None

@@ -34,7 +34,7 @@ from ..checks import MAX_TAG
 from ..connection.all_gather import all_gather, all_gather_into
 from ..connection.all_reduce import reduce
 from ..connection.broadcast import broadcast, broadcast_small
-from ..connection.connection import Sizes, connect
+from ..connection.connection import ChunkSizes, connect
 from ..connection.reduce_scatter import reduce_scatter, reduce_scatter_into
 from ..connection.scan import scan
 from ..connection.segment import warn_no_shared_memory
@@ -131,7 +131,7 @@ class MpiBackend(Backend):
         *,
         timeout: float | None = None,
         parent: MpiBackend | None = None,
-        sizes: Sizes | None = None,
+        sizes: ChunkSizes | None = None,
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
@@ -141,7 +141,7 @@ class MpiBackend(Backend):
         self._on_main_thread = self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED
         worker = Worker(f"axonmpi-mpi-rank{rank}") if self.allows_threads else AtOnce(always=self._on_main_thread)
         super().__init__(rank, comm.Get_size(), worker, timeout=timeout)
-        self.sizes: Sizes = sizes or (Sizes() if parent is None else parent.sizes)
+        self.sizes: ChunkSizes = sizes or (ChunkSizes() if parent is None else parent.sizes)
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores

@@ -23,7 +23,7 @@ from axonmpi import (
     World,
 )
 from axonmpi.backends.mock import backend as mock
-from axonmpi.backends.mock.backend import LoggedCall
+from axonmpi.backends.mock.mock_backend import LoggedCall
 from axonmpi.testing import run_ranks
 
 # ---- the log ----------------------------------------------------------------------------------------------
