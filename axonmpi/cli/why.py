@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def examine(records: Sequence[RankRecord], *, stacks: bool = True, folder: Path | None = None) -> Report:
-    """Read the records of a job twice, and wait_graph_of it; local.
+    """Read the records of a job twice, and return the graph of its waits; local.
 
     Args:
         records: The records of its ranks on this node.

@@ -94,10 +94,10 @@ class Clock:
         """
         if state not in NEXT[self.state]:
             allowed = " or ".join(each.name for each in NEXT[self.state])
+            hook = "; to step within backward use register_post_accumulate_grad_hook()"
             raise RuntimeError(
                 f"FSDP: expected {allowed} after {self.state.name}, got {state.name}: let a forward or backward "
-                "end before an optimizer steps or state is read; to step within backward use "
-                "register_post_accumulate_grad_hook()"
+                f"end before an optimizer steps or state is read{hook if self.state is BACKWARD else ''}"
             )
         self.state = state
 

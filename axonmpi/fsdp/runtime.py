@@ -183,9 +183,13 @@ class FSDPRuntime:
 
     def _drop_failed_backward(self) -> None:
         """Drop the gradients of a backward that ended by an exception; local."""
-        if self.clock.state is BACKWARD and not in_backward():
+        if self._has_failed_backward():
             self.clock.advance(BETWEEN)
             self.queue.discard()
+
+    def _has_failed_backward(self) -> bool:
+        """Return True if the latest backward ended by an exception, maybe on this rank alone; local."""
+        return self.clock.state is BACKWARD and not in_backward()
 
     def _gather_ahead(self, order: Sequence[Unit], unit: Unit, step: int) -> None:
         """Begin to gather the unit that follows, if it does not need the same memory."""
@@ -310,7 +314,10 @@ class FSDPRuntime:
     @torch.no_grad()
     def reduce_accumulated(self) -> None:
         """Reduce gradients that any rank holds; collective."""
-        self.clock.meet()  # in the reduction, before hooks on parameters may step
+        # The ranks meet in the reduction, before hooks on parameters may step.
+        if self._has_failed_backward():
+            self.clock.advance(IDLE)
+        self.clock.meet()
         self.queue.reduce_held()
 
     def take_changes(self) -> None:
@@ -355,6 +362,7 @@ class FSDPRuntime:
     def between_steps(self) -> Iterator[None]:
         """Show this rank's shards with all changes in them, during a `with` block; collective."""
         self.group.barrier()  # all ranks have ended their forwards
+        self._drop_failed_backward()
         self.clock.meet()
         self.begin_step()
         self.take_changes()

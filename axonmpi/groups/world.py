@@ -187,14 +187,14 @@ class World:
         self._keep(world)
         return world
 
-    def _keep(self, group: ProcessGroup | World) -> None:
+    def _keep(self, group: ProcessGroup | World, stacklevel: int = 3) -> None:
         """Keep a group until it is closed: without a reference its communicators would never be released."""
         self._groups = [*self.groups, group]
         if len(self._groups) == _MANY_GROUPS:
             warnings.warn(
                 f"{_MANY_GROUPS} groups of this world are open, and an MPI library has room for some thousand; "
                 "close() groups that are no longer used, or make each group once, before the loop",
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
 
     @contextmanager
@@ -297,7 +297,7 @@ def partition_group(group: ProcessGroup, parts: Iterable[Iterable[int]]) -> Proc
     assert own is not None
     part = ProcessGroup(backend, group.members[chosen.array(own[0])])
     if (world := current_world()) is not None:
-        world._keep(part)
+        world._keep(part, stacklevel=4)
     return part
 
 

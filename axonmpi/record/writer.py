@@ -101,19 +101,20 @@ class OwnRecord:
     def seconds_in_operations(self, after: int) -> float:
         """Return the time that this thread has spent in operations, its waits included; local.
 
-        An operation within another counts once. Operations that have left the ring are not known.
+        An operation within another counts once. Of more operations than the ring holds, the latest stand for all.
 
         Args:
             after: Number of the operation after which to begin.
         """
         nanoseconds = end = 0
+        count = self.latest - after
         for number in range(max(after, self.latest - OPERATIONS) + 1, self.latest + 1):
             entry = OPERATIONS_AT + number % OPERATIONS * OPERATION_BYTES
             known_as, left, _, started, thread, *_ = OPERATION.unpack_from(self.memory, entry)
             if known_as == number and left > end and thread == threading.get_ident():
                 nanoseconds += left - max(started, end)
                 end = left
-        return nanoseconds / 1e9
+        return nanoseconds / 1e9 * max(1.0, count / OPERATIONS)
 
     def unfinished_of_others(self) -> list[tuple[str, int]]:
         """Return name and thread of each unfinished operation of a thread other than this one; local."""

@@ -79,7 +79,7 @@ def hint(value: object) -> str:
     """Return advice for a group or world in place of another argument, empty for other values; local."""
     kind = type(value).__name__  # groups and worlds are classes of a higher layer
     if kind == "ProcessGroup":
-        return "; name the group, as group= (process_group= in wrappers and layers)"
+        return "; name the group, as group= or process_group=, which the function's signature has"
     if kind == "World":
         return "; its group of all ranks is its default_group"
     return ""

@@ -36,7 +36,9 @@ OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Mark gradients as shards of full ones; local."""
+    """Mark gradients as shards of full ones, which steps of optimizers unmark; local."""
+    if not _marks:
+        watch_optimizers()
     with plain_tensors():
         for parameter in parameters:
             gradient = parameter.grad
@@ -87,12 +89,19 @@ StepHook = Callable[[Optimizer], None]
 
 _lock = threading.Lock()  # mock ranks are threads that make wrappers at the same time
 _installed: list[RemovableHandle] = []
+_marks = False  # True once a wrapper marks shards or gradients
 _before: list[StepHook] = []
 _after: list[StepHook] = []
 
 
 def watch_optimizers() -> None:
     """Hook all optimizers: their steps see ordinary gradients, their state dicts are marked; local."""
+    global _marks
+    _install()
+    _marks = True
+
+
+def _install() -> None:
     with _lock:
         if not _installed:
             _installed.append(register_optimizer_step_pre_hook(_before_step))
@@ -106,7 +115,7 @@ def before_steps(hook: StepHook, *, first: bool = False) -> None:
         hook: The function; added once.
         first: Call it before the functions that were added earlier.
     """
-    watch_optimizers()
+    _install()
     with _lock:
         if hook not in _before:
             _before.insert(0 if first else len(_before), hook)
@@ -114,7 +123,7 @@ def before_steps(hook: StepHook, *, first: bool = False) -> None:
 
 def after_steps(hook: StepHook) -> Callable[[], None]:
     """Call a function, added once, after each step of any optimizer; return a function that removes it; local."""
-    watch_optimizers()
+    _install()
     with _lock:
         if hook not in _after:
             _after.append(hook)
@@ -125,6 +134,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _end_step(optimizer)  # of a step that has raised
     for hook in [*_before]:
         hook(optimizer)
+    if not _marks:
+        return None
     _check_sees_enough(optimizer)
     _begin_step(optimizer)
     if optimizer not in _known:

@@ -120,6 +120,8 @@ class Shard(_Part):
         if scope is not Scope.SHARD or cls.refused:
             cls.check(function, args, kwargs)
         result = ordinary.__torch_function__(function, types, args, kwargs)
+        if scope is Scope.SHARD and type(result) is Tensor and function == _GRADIENT:
+            result.__class__ = Shard  # assigned by the user
         if scope not in (Scope.ELEMENTS, Scope.FLAT) or result is None:
             return result
         kind = Shard if issubclass(cls, nn.Parameter) else cls
@@ -134,7 +136,7 @@ class Shard(_Part):
 
 _LIBRARY = __name__.partition(".")[0] + "."
 _tensor: Any = Tensor
-_SET_DATA = _tensor.data.__set__
+_GRADIENT, _SET_DATA = _tensor.grad.__get__, _tensor.data.__set__
 
 
 def _marked(result: Any, args: Sequence[Any], kind: type[Tensor]) -> Any:

@@ -20,6 +20,7 @@ from helpers.pipelines import (
     gradients_of,
     trained,
 )
+from helpers.programs import run_alone
 from helpers.settings import all_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -244,3 +245,31 @@ def test_names_that_are_stashed_twice_or_never() -> None:
     refused(ValueError, (partial(stash, "once", 2), "no stage has popped"))
     assert pop("once") == 1
     refused(ValueError, (partial(pop, "once"), "stashed: nothing"))
+
+
+ORDINARY_STEPS = """
+import torch
+from torch import nn
+import axonmpi as ax
+from axonmpi.testing import run_ranks
+
+def train(world):
+    stages = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    options = {"num_microbatches": 2, "loss_fn": nn.functional.mse_loss}
+    pipe = ax.Pipeline.from_modules(stages, world.default_group, **options)
+    own = list(pipe.parameters())
+    optimizers = torch.optim.Adafactor(own), torch.optim.SGD(own, momentum=0.9)
+    for _ in range(2):
+        pipe.train_step(torch.ones(4, 3), torch.zeros(4, 3))
+        for optimizer in optimizers:
+            optimizer.step()
+    kinds = {type(state["momentum_buffer"]) for state in optimizers[1].state.values()}
+    assert kinds == {torch.Tensor}, kinds
+
+run_ranks(2, train)
+"""
+
+
+def test_steps_see_ordinary_gradients_if_a_pipeline_is_all_that_a_process_has() -> None:
+    done = run_alone(ORDINARY_STEPS)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

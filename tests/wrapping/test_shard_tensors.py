@@ -218,6 +218,16 @@ FILES = {
 
 
 @pytest.mark.ranks(2)
+def test_a_gradient_that_a_user_assigns_is_a_shard(world):
+    model = sharded()
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones(parameter.shape)
+    refused(ValueError, (lambda: nn.utils.clip_grad_norm_(parameters, 1.0), CLIP))
+    refused(ValueError, (lambda: parameters[0].grad.norm(), CLIP))
+
+
+@pytest.mark.ranks(2)
 @models
 def test_files_of_one_ranks_parts_are_refused(world, shared_tmp_path, make):
     model = make(world)

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,6 +36,8 @@ BENCHMARKS = {
     "torch": TORCH,
 }
 _TIMEOUT_SECONDS = 3600.0
+_MARK = "axonmpi-bench-figures "
+"""The beginning of the line in which a job prints its figures."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,11 +54,12 @@ def main(argv: Sequence[str]) -> int:
     shown = [result for result in results if result]
     if not shown:
         return 0
-    if options.json:
-        options.json.write_text(json.dumps(shown, indent=2) + "\n")
-    if options.here:
+    if options.here:  # by stdout, since rank 0 may be on a node that does not see this one's files
+        print(_MARK + json.dumps(shown[0]), flush=True)
         return 0
     print(benchmark.table(shown))
+    if options.json:
+        options.json.write_text(json.dumps(shown, indent=2) + "\n")
     if benchmark.plot and options.plot:
         benchmark.plot(options.plot, shown)
     return 0
@@ -128,17 +130,16 @@ def _measure_on(ranks: int, benchmark: Benchmark, arguments: Sequence[str]) -> F
 
 def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
     """Run this command on several ranks, or on one, which needs no launcher, and return its figures."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        program = ["-m", "axonmpi", "bench", *arguments, "--json", file.name]
-        job: LaunchResult | subprocess.CompletedProcess[str]
-        if ranks == 1:
-            command = [sys.executable, *program]
-            job = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-        else:
-            job = launch(ranks, *program, timeout=_TIMEOUT_SECONDS, env={"GLOO_SOCKET_IFNAME": "lo"})
-        if job.returncode == 0:
-            (result,) = json.load(file)
-            return dict(result)
+    program = ["-m", "axonmpi", "bench", *arguments]
+    job: LaunchResult | subprocess.CompletedProcess[str]
+    if ranks == 1:
+        command = [sys.executable, *program]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    else:
+        job = launch(ranks, *program, timeout=_TIMEOUT_SECONDS, env={"GLOO_SOCKET_IFNAME": "lo"})
+    figures = [line for line in job.stdout.splitlines() if line.startswith(_MARK)]
+    if job.returncode == 0 and figures:
+        return dict(json.loads(figures[0].removeprefix(_MARK)))
     raise SystemExit(
         f"the benchmark failed on {ranks} ranks (exit code {job.returncode}):\n{job.stderr}{job.stdout}"
     )

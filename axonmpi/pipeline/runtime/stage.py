@@ -95,17 +95,18 @@ class StageRun:
         self._pending: dict[int, PendingBackward] = {}
         self._weights: dict[int, WeightGradients] = {}
         groups = [getattr(part, "process_group", None) for part in module.modules()]
-        shares_gradients = isinstance(module, Synchronized)
-        self.communicates = shares_gradients or any(isinstance(group, ProcessGroup) for group in groups)
+        self._synchronized = module if isinstance(module, Synchronized) else None
+        has_group = any(isinstance(group, ProcessGroup) for group in groups)
+        self.communicates = self._synchronized is not None or has_group
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Return the module's `no_sync()`, if it has one."""
-        return self.module.no_sync() if isinstance(self.module, Synchronized) else nullcontext()
+        return nullcontext() if self._synchronized is None else self._synchronized.no_sync()
 
     def sync_gradients(self) -> None:
         """Average gradients with the ranks that have the same stage, if there are any."""
-        if isinstance(self.module, Synchronized):
-            self.module.sync_gradients()
+        if self._synchronized is not None:
+            self._synchronized.sync_gradients()
 
     def keep(
         self,

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...across_ranks.comparison import raised_on_all
@@ -156,6 +157,8 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
     trace, folder = config.pipeline.trace, config.run.folder
     recorder = None
     with raised_on_all(group.backend):
+        if group.rank == 0 and config.run.plot and find_spec("matplotlib") is None:
+            raise ValueError("--plot: matplotlib is not installed: pip install 'axonmpi[train]', or use --no-plot")
         if group.rank == 0 and trace is not None:  # at the end of the run it would be too late to find out
             with _writing(f"--trace {trace}"):
                 trace.parent.mkdir(parents=True, exist_ok=True)
