@@ -94,6 +94,43 @@ def test_the_states_of_training(world, setting):
     assert clock.state is IDLE
 
 
+class _Fails(torch.autograd.Function):
+    """Fails in backward on one rank."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, fails: bool) -> torch.Tensor:
+        context.fails = fails
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if context.fails:
+            raise ArithmeticError("in backward")
+        return gradients[0], None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("then", ["full_state_dict", "sync_gradients"])
+def test_a_backward_in_no_sync_that_fails_on_one_rank_leaves_the_ranks_together(world, then):
+    model = ax.FSDP(built(Blocks))
+    optimizer, inputs = sgd(model), torch.ones(2, 5)
+    fails = world.rank == 0
+    with model.no_sync():
+        # At the very end of backward, when no unit is gathered any more.
+        loss = model(_Fails.apply(inputs.clone().requires_grad_(), fails)).sum()
+        if fails:
+            refused(ArithmeticError, (loss.backward, "in backward"))
+        else:
+            loss.backward()
+    getattr(model, then)()
+    if then == "sync_gradients":
+        optimizer.step()
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+    assert model.runtime.clock.state is IDLE
+
+
 @pytest.mark.ranks(2)
 def test_a_step_within_a_forward_or_backward_is_refused(world, setting):
     model = ax.FSDP(built(Blocks), sharding_strategy=setting)
