@@ -84,15 +84,21 @@ def table(outcomes: list[dict]) -> str:
         cells = [cell(found[mpi]) if mpi in found else "" for mpi in libraries]
         seen = next((each["seen"] for each in found.values() if each["seen"]), "")
         without_folders = re.sub(r"\S*/(\w+\.py)", r"\1", seen).split(" ====")[0]
-        shown = without_folders[:SHOWN].replace("|", "\\|").replace("`", "'")
+        shown = _shortened(without_folders).replace("|", "\\|").replace("`", "'")
         lines.append([fault, str(nodes), *cells, f"`{shown}`" if shown else ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning of a text, which ends with a word and dots if it is longer than the table shows."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN].rpartition(' ')[0]} ..."
 
 
 def cell(outcome: dict) -> str:
     problems = [MISSED if problem.startswith("not said") else problem for problem in outcome["problems"]]
     bad = f" **{'; '.join(dict.fromkeys(problems))}**" if problems else ""
-    return f"{outcome['seconds']:.1f}, {outcome['code']}{bad}"
+    code = "none" if outcome["code"] is None else outcome["code"]
+    return f"{outcome['seconds']:.1f}, {code}{bad}"
 
 
 def main() -> int:
