@@ -106,8 +106,8 @@ def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Argume
 def replace_backend(name: str) -> None:
     """Give all groups that `torch.distributed` makes from now on one backend, whatever a program names; local.
 
-    It replaces the function that makes all groups, also those of `init_device_mesh` and `new_group`: torch takes its
-    own gloo whatever is registered under that name.
+    It replaces the function that makes all groups, also those of `init_device_mesh` and `new_group`: torch takes
+    its own gloo whatever is registered under that name.
 
     Args:
         name: A registered backend of the CPU.
