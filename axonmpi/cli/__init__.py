@@ -29,6 +29,10 @@ _COMMANDS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
         "train a small GPT on text, on any number of ranks",
         lambda: import_module("axonmpi.cli.train"),
     ),
+    "run": (
+        "run a script for torchrun on the ranks of mpirun or srun",
+        lambda: import_module("axonmpi.cli.run"),
+    ),
     "bench": (
         "measure collectives and every kind of parallelism on this machine",
         lambda: import_module("axonmpi.cli.bench"),
@@ -84,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run(list(argv))
+    if sys.argv[1:2] == ["run"]:
+        return _run(sys.argv[1:])  # output and errors are a script's
     prepare_streams()
     sys.excepthook = print_error_briefly
     try:

@@ -17,8 +17,9 @@ _LOOPBACK = "127.0.0.1"
 def launch_env() -> dict[str, str]:
     """Set the variables that torchrun sets, in this process, and return them; collective over all ranks of the job.
 
-    They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number), `MASTER_ADDR`
-    and `MASTER_PORT`, a port on rank 0's node that was free a moment ago.
+    They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number),
+    `GROUP_WORLD_SIZE` (the number of nodes), `MASTER_ADDR`, `MASTER_PORT`, a port on rank 0's node that was free a
+    moment ago, and `TORCHELASTIC_RUN_ID`, by which frameworks recognise torchrun.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.
@@ -35,8 +36,10 @@ def launch_env() -> dict[str, str]:
         "LOCAL_RANK": str(topology.local_rank),
         "LOCAL_WORLD_SIZE": str(topology.local_size),
         "GROUP_RANK": str(topology.node_rank),
+        "GROUP_WORLD_SIZE": str(topology.num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"axonmpi-{port}",
     }
     set_variables(variables)
     return variables

@@ -14,6 +14,13 @@ PARENT_RANK = "AXONMPI_PARENT_RANK"
 """Set in processes that a rank has forked or spawned: the number of that rank."""
 
 
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+"""Variables by which a script finds out that torchrun has started it, and its number."""
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One launcher's variables in this process.
@@ -133,6 +140,12 @@ def number_in(env: Mapping[str, str] | None, name: str | None) -> int | None:
     """Return a variable as a number; None if it is not set or no number; local."""
     text = "" if name is None else (os.environ if env is None else env).get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+def missing_of_torchrun(env: Mapping[str, str] | None = None) -> list[str]:
+    """Return the variables of torchrun that are not set; local."""
+    variables = os.environ if env is None else env
+    return [name for name in TORCHRUN if name not in variables]
 
 
 def launched_ranks(env: Mapping[str, str] | None = None) -> int:

@@ -16,7 +16,7 @@ from importlib import metadata
 from ...errors import LaunchError
 from ...launch import start as runtime
 from ...launch.check import MpiLibrary
-from ...launch.launcher_variables import Launcher, detect_launchers
+from ...launch.launcher_variables import Launcher, detect_launchers, missing_of_torchrun
 from ...launch.start import Started
 from ...utils.text import counted
 from ..arguments import parse_arguments
@@ -118,4 +118,8 @@ def _launch(launchers: Iterable[Launcher], started: Started | None) -> list[Find
     if started is not None:
         at = started.topology
         findings.append(Finding("ranks", f"{at.size} on {counted(at.num_nodes, 'node')}"))
+        missing = missing_of_torchrun()
+        if missing and at.size > 1:
+            text = f"not set: {', '.join(missing)}; a script for torchrun needs them: axonmpi run SCRIPT"
+            findings.append(Finding("torchrun", text))
     return findings
