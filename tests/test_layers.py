@@ -205,6 +205,9 @@ def test_what_is_private_in_torch_is_used_in_one_file() -> None:
     }
     # which torch runs without this package
     assert [module for module, text in SOURCES.items() if "_rendezvous_handlers" in text] == ["interop.autoload"]
+    # of torch.distributed, which utils do not import
+    of_groups = [module for module, text in SOURCES.items() if "_new_process_group_helper" in text]
+    assert of_groups == ["interop.backend_override"]
 
 
 def test_what_is_asked_of_a_gpu_is_asked_in_one_file() -> None:

@@ -31,7 +31,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
     ),
     "run": (
         "run a script for torchrun on the ranks of mpirun or srun",
-        lambda: import_module("axonmpi.cli.run"),
+        lambda: import_module("axonmpi.cli.run_script"),
     ),
     "bench": (
         "measure collectives and every kind of parallelism on this machine",

@@ -4,9 +4,8 @@
     backward    unit 1 ◀─ unit 2 ◀─ unit 3          again; a unit's complete gradients are reduced
     end         all ranks compare which parameters have a gradient on any rank; then shards may change
 
-Ranks of a node read each other's shards while they compute, so no rank changes a shard before all ranks have come
-to the end of backward. If no backward follows a forward, the ranks meet when an optimizer is about to step.
-`clock.py` has the states and their order.
+Ranks of a node read each other's shards while they compute, so no rank changes a shard before all ranks have ended
+backward; without one, the ranks meet when an optimizer is about to step. `clock.py` has the states and their order.
 """
 
 from __future__ import annotations
@@ -183,13 +182,9 @@ class FSDPRuntime:
 
     def _drop_failed_backward(self) -> None:
         """Drop the gradients of a backward that ended by an exception; local."""
-        if self._has_failed_backward():
+        if self.clock.state is BACKWARD and not in_backward():
             self.clock.advance(BETWEEN)
             self.queue.discard()
-
-    def _has_failed_backward(self) -> bool:
-        """Return True if the latest backward ended by an exception, maybe on this rank alone; local."""
-        return self.clock.state is BACKWARD and not in_backward()
 
     def _gather_ahead(self, order: Sequence[Unit], unit: Unit, step: int) -> None:
         """Begin to gather the unit that follows, if it does not need the same memory."""
@@ -314,10 +309,9 @@ class FSDPRuntime:
     @torch.no_grad()
     def reduce_accumulated(self) -> None:
         """Reduce gradients that any rank holds; collective."""
-        # The ranks meet in the reduction, before hooks on parameters may step.
-        if self._has_failed_backward():
+        if self.clock.state is BACKWARD and not in_backward():  # it has failed, maybe on this rank alone
             self.clock.advance(IDLE)
-        self.clock.meet()
+        self.clock.meet()  # in the reduction, before hooks on parameters may step
         self.queue.reduce_held()
 
     def take_changes(self) -> None:

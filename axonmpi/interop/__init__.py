@@ -11,6 +11,7 @@ torch_collectives     torch's collectives in terms of a `Backend`'s
 work, reductions      torch's handles of operations, and its reductions
 rendezvous            the store of "env://" and "mpi://", without an address
 environment           torchrun's variables, for programs that insist on them
+backend_override      one backend for all groups, whatever a program names
 accelerate, lightning adapters for these frameworks
 """
 

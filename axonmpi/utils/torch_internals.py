@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed.distributed_c10d as _c10d
 from torch import Tensor
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-c10d: Any = _c10d
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -101,27 +97,3 @@ def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     """
     outside: Callable[_Arguments, _Result] = _disable_dynamo(function)
     return outside
-
-
-def replace_backend(name: str) -> None:
-    """Give all groups that `torch.distributed` makes from now on one backend, whatever a program names; local.
-
-    It replaces the function that makes all groups, also those of `init_device_mesh` and `new_group`: torch takes
-    its own gloo whatever is registered under that name.
-
-    Args:
-        name: A registered backend of the CPU.
-    """
-    make_group = c10d._new_process_group_helper
-    parameters = inspect.signature(make_group)
-
-    @functools.wraps(make_group)
-    def make_group_of_backend(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
-        given = call.arguments
-        if given["group_size"] < 0:  # of "mpi", for which torch makes no store
-            given["store"], given["group_rank"], given["group_size"] = next(c10d.rendezvous("env://"))
-        given.update(backend=c10d.Backend(name), backend_options=None, device_id=None)
-        return make_group(*call.args, **call.kwargs)
-
-    c10d._new_process_group_helper = make_group_of_backend

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ..interop import launch_env
+from ..interop.backend_override import override_backend
 from ..utils.text import counted
-from ..utils.torch_internals import replace_backend
 from .arguments import parse_arguments
 from .output import print_error_briefly, refuse
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     sys.excepthook = _print_error
     variables = launch_env()
     if options.backend is not None:
-        replace_backend(options.backend)
+        override_backend(options.backend)
         if variables["RANK"] == "0":
             ranks = counted(int(variables["WORLD_SIZE"]), "rank")
             print(f"axonmpi run: {ranks}; torch.distributed uses {options.backend}", file=sys.stderr, flush=True)
