@@ -1,4 +1,4 @@
-"""`PreemptionGuard`: all ranks stop at one step, after a signal or before the job's time is up.
+"""`PreemptionGuard`: all ranks stop at one step, after a signal or before time is up, to exit with code 85.
 
     signal ──► handler ──► a flag of this rank ──┐
     clock ───────────────► near the end? ────────┴──► vote ──► sum or largest of all ranks ──► all stop, or none

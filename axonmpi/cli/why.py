@@ -1,4 +1,4 @@
-"""`axonmpi why`: the ranks of a running or hanging job that wait for others, from another shell.
+"""`axonmpi why`: options, and the layout of a report whose sentences are those of `observe/wait_graph.py`.
 
     axonmpi why                   the job of this user that runs on this node
     axonmpi why 3fa2c1d0          a job by its name

@@ -1,4 +1,4 @@
-"""Gradient buckets: their sizes, the assignment of parameters to them, and the reduction of one.
+"""Gradient buckets: the size of the first and of the others, the parameters in each, and the reduction of one.
 
     bucket 0  | grad of head.weight | grad of head.bias |          first to become ready in backward
     bucket 1  | grad of block3.w    | grad of block2.w  | ...

@@ -1,4 +1,4 @@
-"""Training with a different number of batches on each rank.
+"""`DistributedDataParallel.join()`: training with a different number of batches on each rank.
 
 Before each synchronisation the ranks exchange its name, or "none" from a rank that has left the loop:
 

@@ -1,4 +1,4 @@
-"""Clock of a sharded model: its state in a training step, and the order of states.
+"""The states of a sharded model in a training step, and the order in which they may follow each other.
 
     state       next       event
     IDLE        FORWARD    the model's forward begins

@@ -1,4 +1,4 @@
-"""The check that a module reads its parameters only while they are gathered, and `ScatteredParameterError`.
+"""`ScatteredParameterError`, and the check that a parameter is read inside its unit only, while it is gathered.
 
 Three mistakes are refused: a forward reads a parameter whose unit is not gathered, which optimizers may do; a
 parameter is added after wrapping; backward makes a graph of gradients.

@@ -1,4 +1,4 @@
-"""Forward and backward of a model whose parameters are sharded.
+"""Hooks of a sharded model's forward and backward: when units are gathered, and when ranks meet.
 
     forward     unit 1 ─▶ unit 2 ─▶ unit 3          before a unit computes, its parameters are gathered
     backward    unit 1 ◀─ unit 2 ◀─ unit 3          again; a unit's complete gradients are reduced

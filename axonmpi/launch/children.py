@@ -1,4 +1,4 @@
-"""Processes that a rank forks or spawns, such as DataLoader workers.
+"""Children of a rank, such as DataLoader workers: they lose the launcher's variables, and may not start MPI.
 
 MPI belongs to the process that the launcher started. A child that inherits the launcher's variables would look like
 that rank again, and would hang or bring the job down if it started MPI. So once a rank has started MPI,

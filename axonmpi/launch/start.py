@@ -1,4 +1,4 @@
-"""Start of MPI, with a check of the launch.
+"""Start of MPI and of the world: threads, nodes and cores. `check.py` finds out that a launch is wrong.
 
     start_mpi     imports mpi4py, starts MPI with threads, controls the end of the process and of its children
     start_world   the same, then compares MPI's world with the launcher's variables, finds the node of each rank and

@@ -1,4 +1,4 @@
-"""Nodes of the ranks, and local ranks."""
+"""`Topology`: the node and the local rank of each rank of a world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of ranks that the nodes of a job exchange in a shared folder.
+"""The folder in which nodes exchange the states of their ranks, for `axonmpi why --run-folder`.
 
 FOLDER/3fa2c1d0-n2/        of node n2
     3fa2c1d0-4             copy of the record of rank 4

@@ -1,4 +1,4 @@
-"""State of each rank at one moment, and the ranks that each waiting rank waits for.
+"""The state of each rank at one moment, the ranks that each waits for, and those that can never go on.
 
 A rank in a collective waits for the ranks of the group that have not called it yet; a rank at the end of its
 program waits for all that are not. It is stuck if one of these never comes: because its process has ended or is

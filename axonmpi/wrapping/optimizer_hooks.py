@@ -1,4 +1,4 @@
-"""Hooks on all optimizers of the process, which are put when the first wrapper that needs them is made.
+"""Hooks on all optimizers of the process: steps see ordinary gradients, norms of shards are refused.
 
     gradients arrive ─▶ marked ─▶ norms are refused ─▶ a step sees ordinary tensors ─▶ marked again
 

@@ -1,4 +1,4 @@
-"""Number of each rank's training step, compared at the end of each backward.
+"""The number of a training step, compared at the end of backward to find a rank that has left one out.
 
     rank 0   forward 3 ── backward 3 ─┐
     rank 1   forward 3    forward 4 ── backward 4 ─┐     its gradients would be averaged with those of step 3

@@ -1,4 +1,4 @@
-"""Large data between the ranks with one local rank, one a node, by the MPI library's own collectives.
+"""Large sums and exchanges within a lane, the ranks with one local rank, by MPI's own collectives.
 
 The ranks of a lane call these functions only once all ranks have agreed on the call, in an order and in chunks
 that follow from the call alone: mismatched MPI collectives would hang, crash or return garbage. A function is a

@@ -1,4 +1,4 @@
-"""The meeting points of mock ranks, which are threads.
+"""The rendezvous of mock ranks, which are threads.
 
 A `MockWorld` has a `Rendezvous` for each of its groups. A rank that fails tells the world, and every rank that
 waits at any rendezvous, now or later, raises `RankFailedError`. A rank that has returned leaves each rendezvous

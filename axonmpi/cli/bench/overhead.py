@@ -1,4 +1,4 @@
-"""The time that Python adds to MPI's own all-reduce of one float32.
+"""`axonmpi bench overhead`: the time that Python adds to MPI's own all-reduce of one float32.
 
 `axonmpi.all_reduce` checks its arguments, compares the calls of all ranks and sums in rank order; mpi4py's
 `Allreduce` on a numpy array does neither. Both take turns on the same ranks. Where ranks outnumber cores, they

@@ -1,4 +1,4 @@
-"""A pipeline's training step by each schedule: axonmpi, torch on two backends, and the ideal.
+"""`axonmpi bench pipeline`: a training step by each schedule: axonmpi, torch on two backends, and the ideal.
 
 Stages are rows of transformer blocks, equally many on each rank. For each schedule four variants take turns:
 axonmpi, `torch.distributed.pipelining` on gloo and on axonmpi's backend of torch.distributed, and the computation

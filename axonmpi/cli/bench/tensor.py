@@ -1,4 +1,4 @@
-"""A transformer's two blocks, sharded over the ranks: axonmpi, torch on two backends, and the ideal.
+"""`axonmpi bench tensor`: a transformer's two blocks, sharded: axonmpi, torch on two backends, and the ideal.
 
 The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
 variants take turns, each a forward and a backward: the computation of a rank alone, with no messages; the two

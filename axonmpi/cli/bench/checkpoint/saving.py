@@ -1,4 +1,4 @@
-"""Saves, loads, memory and stalls: axonmpi beside plain writes and torch."""
+"""`axonmpi bench checkpoint`: saves, loads, memory and stalls, beside plain writes and torch."""
 
 from __future__ import annotations
 
