@@ -131,6 +131,6 @@ def _run_command(name: str, arguments: Sequence[str], freeze: bool) -> int:
             gc.freeze()  # imported objects stay to the end: collections, also the last one, can leave them out
         return run(arguments)
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        if name == "run" or error.name not in _EXTRA:  # a script's own import
             raise
         return refuse(f"axonmpi {name}", f"{error.name} is not installed: pip install 'axonmpi[train]'")

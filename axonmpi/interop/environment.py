@@ -19,7 +19,7 @@ def launch_env() -> dict[str, str]:
 
     They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number),
     `GROUP_WORLD_SIZE` (the number of nodes), `MASTER_ADDR`, `MASTER_PORT`, a port on rank 0's node that was free a
-    moment ago, and `TORCHELASTIC_RUN_ID`, by which frameworks recognise torchrun.
+    moment ago, `TORCHELASTIC_RUN_ID`, by which frameworks recognise torchrun, and those of its roles and restarts.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.
@@ -40,6 +40,11 @@ def launch_env() -> dict[str, str]:
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"axonmpi-{port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(topology.rank),
+        "ROLE_WORLD_SIZE": str(topology.size),
     }
     set_variables(variables)
     return variables

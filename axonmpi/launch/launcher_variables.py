@@ -200,18 +200,24 @@ def _is_launchers(name: str) -> bool:
 
 def child_environment(rank: int) -> dict[str, str]:
     """Return the environment variables for a child of rank `rank`; local."""
-    return {**without_launcher_variables(), PARENT_RANK: str(rank)}
+    return {**without_launcher_variables(), **_set_here, PARENT_RANK: str(rank)}
+
+
+_set_here: dict[str, str] = {}
+"""Variables that `set_variables` has set, torchrun's among them: children read them as torchrun's children do."""
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set environment variables of this process; local."""
+    """Set environment variables of this process and of its children, such as DataLoader workers; local."""
     os.environ.update(values)
+    _set_here.update(values)
 
 
 def turn_into_child(rank: int) -> None:
     """Turn this process's environment variables into those for a child of rank `rank`; local, in a fork."""
     for name in filter(_is_launchers, list(os.environ)):
-        del os.environ[name]
+        if name not in _set_here:
+            del os.environ[name]
     os.environ[PARENT_RANK] = str(rank)
 
 

@@ -27,7 +27,7 @@ from ..errors import CommunicatorError, LaunchError
 from ..record import files
 from ..utils.arguments import integer
 from ..utils.processes import mapped_files
-from ..utils.text import counted, lines_of_ranks, name_ranks, ranks_by_text
+from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
 from . import children, node_links, pmi_connection, start_watcher
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
@@ -40,8 +40,6 @@ from .user_variables import user_threads, waiting_limit
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_members: Any = None
-"""mpi4py's group of the ranks of this process's world."""
 INIT_METHODS = (None, "mpi://", "env://")
 
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
@@ -109,12 +107,9 @@ def start_mpi() -> Any:
 
 @_reported_once()
 def start_world(
-    init_method: str | None = None,
-    num_threads: int | None = None,
-    timeout: float | None = None,
-    comm: MPI.Intracomm | None = None,
+    init_method: str | None = None, num_threads: int | None = None, timeout: float | None = None
 ) -> Started:
-    """Start MPI, check the launch and find this rank's node; collective over all ranks of the job, or of `comm`.
+    """Start MPI, check the launch and find this rank's node; collective over all ranks of the job.
 
     Args:
         init_method: `None`, `"mpi://"` or `"env://"`; the launcher's variables are always checked against MPI's
@@ -122,13 +117,11 @@ def start_world(
         num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
         timeout: Time limit in seconds for all ranks to call this function; None: `AXONMPI_TIMEOUT`.
-        comm: The ranks of the world; None: all ranks of the job.
 
     Raises:
         LaunchError: The processes were not started as one MPI job; all ranks raise it.
         ValueError: `init_method` is unknown, or `num_threads` below 1.
-        TypeError: `num_threads` is no integer, or `comm` no intracommunicator.
-        CommunicatorError: This process has started a world of other ranks before.
+        TypeError: `num_threads` is no integer.
     """
     check_arguments(init_method, num_threads)
     children.refuse_child()
@@ -137,8 +130,7 @@ def start_world(
     except LaunchError as error:
         return _start_alone(error, num_threads)
     _initialize(mpi, timeout)
-    comm = mpi.COMM_WORLD if comm is None else comm
-    _check_communicator(mpi, comm)
+    comm = mpi.COMM_WORLD
     library = library_info()
     _check_on_all_ranks(mpi, comm, library)
     exits.set_end_communicator(comm)
@@ -287,29 +279,10 @@ def _watched_ranks(timeout: float | None) -> contextlib.AbstractContextManager[N
 
 def _check_on_all_ranks(mpi: Any, comm: Any, library: MpiLibrary) -> None:
     """Raise on all ranks if the launcher and MPI disagree on any rank; collective."""
-    own = check_launch(detect_launchers(), mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, library)
+    own = check_launch(detect_launchers(), comm.rank, comm.size, library)
     if complaints := _complaints(mpi, comm, own or ""):
         where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
         raise LaunchError(where + next(iter(complaints.values())))
-
-
-def _check_communicator(mpi: Any, comm: Any) -> None:
-    """Raise unless a communicator can be that of this process's world; local."""
-    global _members
-    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-        name = "COMM_NULL" if isinstance(comm, mpi.Comm) and comm == mpi.COMM_NULL else type(comm).__name__
-        raise TypeError(f"comm: expected an mpi4py intracommunicator that has this rank, got {name}")
-    members = comm.Get_group()
-    if _members is None:
-        _members = members
-        return
-    is_same = mpi.Group.Compare(members, _members) == mpi.IDENT
-    members.Free()
-    if not is_same:
-        raise CommunicatorError(
-            f"comm: this process has started a world of {counted(_members.size, 'rank')} before, and belongs to "
-            "this one only; for groups of its ranks use world.new_group(ranks)"
-        )
 
 
 def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:

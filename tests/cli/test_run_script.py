@@ -67,14 +67,44 @@ def test_gloo_answers_or_what_the_script_names(run) -> None:
     assert (done.returncode, done.stdout.count("all is well"), done.stderr) == (0, 2, ""), done.stderr
 
 
-def test_a_module_runs_as_by_python_m(tmp_path) -> None:
+WORKERS = """
+import os
+import sys
+
+from torch.utils.data import DataLoader, Dataset
+
+class Ranks(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return int(os.environ["RANK"])
+
+if __name__ == "__main__":
+    assert os.path.isabs(__file__) and sys.argv[0] == "script.py"
+    rank = int(os.environ["RANK"])
+    for method in ("fork", "spawn"):
+        loader = DataLoader(Ranks(), num_workers=1, multiprocessing_context=method)
+        assert [int(seen) for seen in loader] == [rank, rank], method
+    print("all is well")
+"""
+
+
+def test_workers_of_a_script_see_torchruns_variables(tmp_path) -> None:
+    (tmp_path / "script.py").write_text(WORKERS)
+    done = launch(2, "-m", "axonmpi", "run", "script.py", timeout=limit(60), cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("all is well")) == (0, 2), done.stderr
+
+
+@pytest.mark.parametrize("options", [("-m", "package.module"), ("-mpackage.module",)], ids=["apart", "together"])
+def test_a_module_runs_as_by_python_m(tmp_path, options) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("import os, sys; print(os.environ['RANK'], *sys.argv)\n")
-    command = ("axonmpi", "run", "-m", "package.module", "--backend", "mine")
+    command = ("axonmpi", "run", *options, "--backend", "mine", "--", "-m")
     done = launch(2, "-m", *command, timeout=limit(60), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name = tmp_path / "package" / "module.py"
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {name} --backend mine" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {name} --backend mine -- -m" for rank in range(2)]
 
 
 def test_an_error_has_the_lines_of_the_script_alone(run) -> None:
@@ -100,7 +130,9 @@ def test_an_error_has_the_lines_of_the_script_alone(run) -> None:
 def test_exit_codes_are_the_scripts(run) -> None:
     assert run("import sys; sys.exit(3)").returncode == 3
     done = run("1 +")
-    assert (done.returncode, "SyntaxError" in done.stderr) == (1, True)
+    assert (done.returncode, "SyntaxError" in done.stderr, "runpy" in done.stderr) == (1, True, False)
+    done = run("raise ModuleNotFoundError('gone', name='yaml')")
+    assert (done.returncode, "ModuleNotFoundError: gone" in done.stderr) == (1, True)
 
 
 def test_a_script_that_does_not_exist_is_refused_once(tmp_path) -> None:

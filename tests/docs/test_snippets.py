@@ -70,17 +70,12 @@ def programs_of(page: Path) -> list[tuple[int, int, str]]:
     found = [(fence.ranks, fence.line, fence.code) for fence in examples_of(page)]
     files = {fence.file_name: fence.code for fence in fences_of(page)}
     for fence, ranks, words in commands_of(page):
-        if words[0] == "python" and not in_job_of_its_own(words, files[words[1]]):
+        if words[0] == "python":
             if all(map(find_spec, OF_OTHERS.findall(files[words[1]]))):
                 found.append((ranks, fence.line, files[words[1]]))
         elif words[:2] == ["axonmpi", "doctor"]:
             found.append((ranks, fence.line, "from axonmpi.cli import main\nassert main(['doctor']) == 0\n"))
     return found
-
-
-def in_job_of_its_own(words: list[str], code: str = "") -> bool:
-    """Return True for a command that needs new processes: they have torchrun's variables, or another world."""
-    return words[:2] == ["axonmpi", "run"] or "from mpi4py import MPI" in code
 
 
 def commands_of(page: Path) -> list[tuple[Fence, int, list[str]]]:
@@ -196,9 +191,8 @@ def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> Non
             run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=limit(60))
         elif words[:2] == ["axonmpi", "chart"]:
             assert cli.main(words[1:]) == 0
-        elif in_job_of_its_own(words, Path(words[1]).read_text() if words[0] == "python" else ""):
-            program = words[1:] if words[0] == "python" else ["-m", *words]
-            job = launch(ranks, *program, cwd=folder, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
+        elif words[:2] == ["axonmpi", "run"]:  # sets variables of the process
+            job = launch(ranks, "-m", *words, cwd=folder, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
             assert job.returncode == 0, job.stderr
         else:
             assert words[0] == "python" or words == ["axonmpi", "doctor"], f"no test runs {shlex.join(words)}"

@@ -181,7 +181,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_exit_code_and_a_message(
     ("arguments", "message"),
     [
         (["tran"], "unknown command 'tran': did you mean train"),
-        (["fly"], "expected one of train, bench, chart, checkpoint, doctor, why, top"),
+        (["fly"], "expected one of train, run, bench, chart, checkpoint, doctor, why, top"),
         ([], "no command given"),
     ],
 )

@@ -83,8 +83,7 @@ def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
         A number that no other group has; the world's number of the group's rank 0; the step to those of the others,
         0 if it varies.
     """
-    rank = comm.Get_rank()
-    own = own_record().identity.get("rank", rank)  # a process without a record in a file has no readers
+    rank, own = comm.Get_rank(), mpi.COMM_WORLD.Get_rank()
     key = secrets.randbits(62) | 1 if rank == 0 else 0
     told = np.array([key, own if rank == 0 else -1, own if rank == 1 else -1])
     comm.Allreduce(mpi.IN_PLACE, told, mpi.MAX)

@@ -22,7 +22,7 @@ from axonmpi import (
     ReduceOp,
     World,
 )
-from axonmpi.backends.mock import backend as mock
+from axonmpi.backends.mock import mock_backend as mock
 from axonmpi.backends.mock.mock_backend import LoggedCall
 from axonmpi.testing import run_ranks
 
