@@ -110,6 +110,7 @@ class _Fails(torch.autograd.Function):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.not_over_double("units are gathered in backward, in an order that the failure changes")
 @pytest.mark.parametrize("then", ["full_state_dict", "sync_gradients"])
 def test_a_backward_in_no_sync_that_fails_on_one_rank_leaves_the_ranks_together(world, then):
     model = ax.FSDP(built(Blocks))
