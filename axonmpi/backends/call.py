@@ -122,7 +122,7 @@ class Call:
         return f"{str(dtype).removeprefix('torch.')} [{self._shown(sizes, len(shape) <= MAX_LISTED)}]"
 
     def _shown(self, texts: list[str], is_whole: bool) -> str:
-        """Join texts; the fingerprint stands for the texts that are left out."""
+        """Join texts with commas; the call's fingerprint replaces omitted texts."""
         return ", ".join(texts if is_whole else [*texts, f"... #{self.key:x}"])
 
 

@@ -152,8 +152,8 @@ class Backend(Runner):
         Args:
             tensor: Any shape and strides, the same shape and dtype on all ranks.
             op: SUM, PRODUCT, MIN or MAX, or its name; 16-bit floats are added in float32.
-            exclusive: Leave this rank's tensor out. Rank 0 gets the identity of `op`: zeros for SUM.
-            reverse: Reduce over this rank and those behind it instead. The last rank gets the identity.
+            exclusive: Exclude this rank's tensor. Rank 0 gets the identity of `op`, which is 0 for SUM.
+            reverse: Reduce over this rank and all higher ranks. If `exclusive`, the last rank gets the identity.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
 
         Raises:

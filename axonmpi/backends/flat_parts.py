@@ -1,8 +1,8 @@
 """`FlatParts`: a list of tensors as one flat tensor, copied only if they do not lie end to end.
 
-    [t0, 3, t1]     | t0 .......... | 0 0 0 | t1 .... |         an integer stands for so many zeros
+    [t0, 3, t1]     | t0 .......... | 0 0 0 | t1 .... |         an integer n stands for n zeros
 
-Nothing is copied until somebody reads a range.
+A range is copied when it is read.
 """
 
 from __future__ import annotations

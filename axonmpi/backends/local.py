@@ -51,7 +51,7 @@ class _Receive(Work):
             raise self._error
 
     def done(self) -> bool:
-        """Return True if the message has come."""
+        """Return True if the message was received."""
         return self._complete
 
     def result(self) -> int:

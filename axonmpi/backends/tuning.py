@@ -22,8 +22,8 @@ CHUNK_BYTES = 1 << 20
 """How much of a rank's ordinary tensor goes through staging at a time: chunks of all ranks should fit into the
 cache."""
 REPEATED_CHUNK_BYTES = 768 << 10
-"""The same for a tensor of several chunks: those of 512 KiB or 1 MiB took up to a fifth longer, perhaps since
-buffers at distances of a power of two compete for lines of a cache."""
+"""Size of a chunk if a tensor has several. Chunks of 512 KiB or 1 MiB took up to a fifth longer, perhaps
+since buffers at power-of-two distances compete for cache lines."""
 SLICE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: as much of all ranks should fit into its core's cache."""
 PIECE_BYTES = 1 << 20

@@ -120,7 +120,7 @@ def save_checkpoint(
             "sampler": _state_of("sampler", sampler),
             "extra": encoded(extra, "extra"),
         }
-        json.dumps(state)  # raises here, on all ranks, what only rank 0 would raise later
+        json.dumps(state)  # values without a JSON form raise now, on all ranks
     arguments = {"path": os.path.abspath(path), "step": step, "epoch": epoch, "blocking": blocking}
     arguments |= {"max_file_size": max_file_size, "optimizer": optimizer is not None}
     same_on_all_ranks(

@@ -89,7 +89,7 @@ class FlatGradient:
 
     @property
     def is_complete(self) -> bool:
-        """True if backward has come to all parameters that are trained."""
+        """True if each parameter that requires a gradient has one."""
         return all(p in self.arrived or not p.sharded.requires_grad for p in self.flat.parameters)
 
     def held(self) -> list[ShardedParameter]:
@@ -236,9 +236,9 @@ class GradientQueue:
             self._launch_while(lambda gradient: gradient.is_complete)
 
     def launch_after(self, event: int) -> None:
-        """Reduce gradients of units whose forward came after an event: their backward is over; collective.
+        """Reduce gradients of units whose forward began after an event, since their backward is over; collective.
 
-        Every rank comes here at the same point of backward, whether it has gradients of all parameters or not.
+        All ranks call this at the same point of backward, also a rank without a gradient of some parameter.
         """
         self._launch_while(lambda gradient: gradient.unit.first_event > event)
 
@@ -250,7 +250,7 @@ class GradientQueue:
             if not is_ready(gradient):
                 break
             self._under_way.append(gradient)
-            if self._most_bytes is not None:  # else another rank may first need another collective of this one
+            if self._most_bytes is not None:  # waiting is safe only if all ranks gather and reduce in one order
                 while sum(each.full_bytes for each in self._under_way) > self._most_bytes:
                     self._under_way.popleft().let_go()
             gradient.launch(async_op=self._overlaps)

@@ -170,7 +170,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             units.append(unit)
         initialise_buffers(self.module, choices)
         self._init_buffers(choices)
-        # The outermost unit comes last, as its last gradient is that of the model's first layer.
+        # Backward computes the gradients of the first layer last, and the outermost unit may own that layer.
         gradients = [
             FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, offload)
             for unit in [*reversed(units[1:]), units[0]]
@@ -314,7 +314,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         Args:
             optimizer: An optimizer of parameters of this model.
             rank0_only: Rank 0 gets the state; the others get an empty dict.
-            device: Device of tensors with dims, None: that of the shards; tensors without dims are on the CPU.
+            device: Device of the returned tensors; None: the shards' device. Tensors without dims are on the CPU.
 
         Returns:
             `"state"`: the full state of each parameter, by name; `"param_groups"`: the options, with names.

@@ -140,7 +140,7 @@ def _is_missing(operation: Operation, other: RankState) -> bool:
 def _is_met(operation: Operation, own: RankRecord, other: RankRecord) -> bool:
     """Return True if the peer of a message has called its part, or may have, before its record begins."""
     if operation.name.startswith("stage"):
-        return False  # counters in shared memory: if the other rank had come, this one would not wait
+        return False  # stages wait on shared counters, which the peer has not advanced yet
     mine, theirs = (RECEIVES, SENDS) if operation.name.endswith("recv") else (SENDS, RECEIVES)
     if max(own.latest, other.latest) >= OPERATIONS:
         return True

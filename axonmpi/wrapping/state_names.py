@@ -20,7 +20,7 @@ _PREFIX = "module."
 
 
 class Wrapper(nn.Module):
-    """A module around another one, `module`, with the names of that one in its state dicts."""
+    """A wrapper of a module, `module`, whose state dicts have the wrapped module's keys."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,6 +185,13 @@ def test_what_does_not_fit_is_refused_on_every_rank(world, tiny, tmp_path, share
         compare.refused(FloatingPointError, (Trainer(config, world).run, message))
 
 
+@pytest.mark.ranks(2)
+def test_a_picture_that_cannot_be_drawn_at_the_end_is_refused_at_the_beginning(world, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("axonmpi.train.report.recorder.find_spec", lambda _name: None)
+    run = Trainer(tiny.replace(plot=True, out=str(tmp_path)), world).run
+    compare.refused(ValueError, (run, r"matplotlib is not installed: .*axonmpi\[train\]', or use --no-plot"))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -1,8 +1,8 @@
 """Collectives of NCCL on the tensors of one rank, on one stream: that of its group, or the caller's.
 
-Each method tells the GPU and returns. Torch's own part, as bringing a tensor into one piece of memory, happens on
-the same stream; results are allocated for the caller's stream, which begins with them after the operation. On that
-stream itself nothing has to be kept for another one.
+Each method enqueues its work and returns. Torch's kernels, such as copies to contiguous memory, run on the same
+stream. Results are allocated for the caller's stream, which uses them after the operation. Operations on the
+caller's own stream need no memory kept for another stream.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class TensorShard:
 
     Attributes:
         name: The tensor's name in the file.
-        shape: Of the full tensor.
-        dtype: Of the rank's memory.
-        pieces: The rank's elements; empty if other ranks have all of them.
+        shape: Shape of the full tensor.
+        dtype: Dtype of the rank's memory.
+        pieces: The rank's elements; empty if this rank has none.
         replicas: The ranks of a tensor-parallel group with the same elements.
         is_split: Ranks with the same elements write a slice each. If False, the first of them writes all elements:
             their values may differ, as those of buffers do.

@@ -69,7 +69,7 @@ def from_dcp(path: Path, *, trust: bool, only_model: bool) -> CheckpointData:
 
 
 def _load(path: Path, values: dict[str, Any]) -> None:
-    """Read the values of some keys, those of tensors in place."""
+    """Read the values of the dict's keys; tensors are filled in place."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -95,7 +95,7 @@ class LocalPlan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes that this rank writes."""
         assembled = sum(each.piece.subarray.numel * each.piece.view.itemsize for each in self.short_runs)
         return assembled + sum(file_slice.nbytes for file_slice in self.slices)
 
