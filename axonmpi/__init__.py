@@ -9,201 +9,50 @@
 `checkpoint` saves and loads at any number of ranks. docs/architecture.md lists the packages in the order in which
 they may import each other.
 
-Importing this package starts nothing: no MPI, no CUDA, no thread.
+Importing this package starts nothing: no MPI, no CUDA, no thread. `__init__.pyi` lists the public names, also for
+editors and type checkers; the file of a name is imported when the name is first used.
 """
 
 from __future__ import annotations
 
-from . import autograd, comm, errors, testing
-from .across_ranks.gradient_norm import clip_grad_norm
-from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
-from .checkpoint import CheckpointFolder, CheckpointInfo, PreemptionGuard, load_checkpoint, save_checkpoint
-from .comm import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_reduce_max,
-    all_reduce_mean,
-    all_reduce_min,
-    all_reduce_product,
-    all_reduce_sum,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_from,
-    broadcast_object,
-    destroy_process_group,
-    gather_tensor,
-    get_local_rank,
-    get_local_world_size,
-    get_node_rank,
-    get_num_nodes,
-    get_rank,
-    get_world,
-    get_world_size,
-    init_process_group,
-    irecv,
-    is_initialized,
-    is_main_process,
-    isend,
-    new_group,
-    rank,
-    recv,
-    reduce,
-    reduce_scatter_mean,
-    reduce_scatter_sum,
-    scan,
-    scatter_tensor,
-    send,
-    symmetric_empty,
-    sync_gradient,
-    sync_gradients,
-    world_size,
-)
-from .data import DistributedSampler
-from .ddp import DistributedDataParallel, GradientBucket, GradientSynchronizer
-from .errors import (
-    AxonmpiError,
-    CheckpointError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicatorError,
-    LaunchError,
-    NcclError,
-    RankFailedError,
-)
-from .fsdp import (
-    CPUOffload,
-    FSDPMemoryStats,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ScatteredParameterError,
-    ShardedGradScaler,
-    ShardingStrategy,
-)
-from .groups.process_group import ProcessGroup
-from .groups.world import World
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
 from .interop import autoload
-from .launch.exit import REQUEUE_EXIT_CODE
-from .mesh import DeviceMesh
-from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
-from .tensor import (
-    ColumnParallelLinear,
-    ParallelGatedMLP,
-    ParallelMLP,
-    RowParallelLinear,
-    ShardedDropout,
-    VocabParallelEmbedding,
-    parallel_cross_entropy,
-    sequence_parallel_norm,
-    tensor_parallel_attention,
-    tensor_parallelize,
-)
-from .types import GradSyncStrategy, ReduceOp, Work
 
 __version__ = "0.1.0"
 
+
+def _read_names() -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return the module of each name in `__init__.pyi` and its name there, "" for a module, and `__all__`."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    origins, public = {}, []
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                origin = (node.module, alias.name) if node.module else (alias.name, "")
+                origins[alias.asname or alias.name] = origin
+        elif isinstance(node, ast.Assign):
+            public = ast.literal_eval(node.value)
+    return origins, public
+
+
+_ORIGINS, __all__ = _read_names()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ORIGINS:
+        raise AttributeError(f"module 'axonmpi' has no attribute {name!r}")
+    module, name_there = _ORIGINS[name]
+    found: Any = import_module(f".{module}", __name__)
+    globals()[name] = value = getattr(found, name_there) if name_there else found
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ORIGINS})
+
+
 autoload.load()  # does nothing if torch has called it as an entry point
-
-DDP = DistributedDataParallel
-FSDP = FullyShardedDataParallel
-
-__all__ = [
-    "DDP",
-    "FSDP",
-    "REQUEUE_EXIT_CODE",
-    "AxonmpiError",
-    "Backend",
-    "CPUOffload",
-    "CheckpointError",
-    "CheckpointFolder",
-    "CheckpointInfo",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "ColumnParallelLinear",
-    "CommunicatorError",
-    "DeviceMesh",
-    "DistributedDataParallel",
-    "DistributedSampler",
-    "FSDPMemoryStats",
-    "FullyShardedDataParallel",
-    "GradSyncStrategy",
-    "GradientBucket",
-    "GradientSynchronizer",
-    "LaunchError",
-    "MixedPrecision",
-    "MockBackend",
-    "MpiBackend",
-    "NcclBackend",
-    "NcclError",
-    "NcclUniqueId",
-    "ParallelGatedMLP",
-    "ParallelMLP",
-    "Pipeline",
-    "PipelineMemoryStats",
-    "PipelineSchedule",
-    "PipelineStage",
-    "PreemptionGuard",
-    "ProcessGroup",
-    "RankFailedError",
-    "ReduceOp",
-    "RowParallelLinear",
-    "ScatteredParameterError",
-    "ShardedDropout",
-    "ShardedGradScaler",
-    "ShardingStrategy",
-    "VocabParallelEmbedding",
-    "Work",
-    "World",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_max",
-    "all_reduce_mean",
-    "all_reduce_min",
-    "all_reduce_product",
-    "all_reduce_sum",
-    "all_to_all",
-    "autograd",
-    "barrier",
-    "broadcast",
-    "broadcast_from",
-    "broadcast_object",
-    "clip_grad_norm",
-    "comm",
-    "destroy_process_group",
-    "errors",
-    "gather_tensor",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-    "get_num_nodes",
-    "get_rank",
-    "get_world",
-    "get_world_size",
-    "init_process_group",
-    "irecv",
-    "is_initialized",
-    "is_main_process",
-    "isend",
-    "load_checkpoint",
-    "new_group",
-    "parallel_cross_entropy",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_scatter_mean",
-    "reduce_scatter_sum",
-    "save_checkpoint",
-    "scan",
-    "scatter_tensor",
-    "send",
-    "sequence_parallel_norm",
-    "symmetric_empty",
-    "sync_gradient",
-    "sync_gradients",
-    "tensor_parallel_attention",
-    "tensor_parallelize",
-    "testing",
-    "world_size",
-]

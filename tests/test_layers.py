@@ -256,6 +256,8 @@ import axonmpi as ax
 import torch
 assert "mpi4py.MPI" not in sys.modules, "MPI was loaded"
 assert "isal" not in sys.modules, "isal was loaded"
+imported = {name for name in sys.modules if name.startswith("axonmpi.")}
+assert not any(name.startswith(("axonmpi.backends", "axonmpi.comm", "axonmpi.fsdp")) for name in imported), imported
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 assert threading.active_count() == 1, threading.enumerate()
 assert not ax.is_initialized()
@@ -265,8 +267,14 @@ assert "mpi4py.MPI" not in sys.modules, "mock ranks have loaded MPI"
 assert threading.active_count() == 1, threading.enumerate()
 assert "mpi4py" not in sys.modules, "mpi4py was loaded"
 assert "pytest" not in sys.modules, "pytest was loaded"
-missing = [name for name in ax.__all__ if name != "MpiBackend" and not hasattr(ax, name)]
-assert not missing, missing
+missing = [name for name in dir(ax) if not hasattr(ax, name)]
+assert not missing and {"DDP", "fsdp", "rank"} < set(dir(ax)), missing
+try:
+    ax.ddpp
+except AttributeError as error:
+    assert str(error) == "module 'axonmpi' has no attribute 'ddpp'"
+else:
+    raise AssertionError("a name that is not there")
 """
 
 

@@ -3,9 +3,9 @@
 
     tests/others/run public --checkouts FOLDER [--rounds 3] [--json FILE] [NAME ...]
 
-FOLDER has a checkout of each repository under the repository's name, such as FOLDER/nanoGPT. A program's own packages
+FOLDER has a checkout of each repository under the repository's name, such as FOLDER/nanoGPT. A program's packages
 are installed into an environment of its own, in a temporary folder. The variants of a program take turns, each in a
-new copy of the checkout, in ranks of the mpirun that belongs to this Python; 0 is the exit code if all results agree.
+new copy of the checkout, in ranks of the mpirun that belongs to this Python; the exit code is 0 if all agree.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def environment_for(program: Program, folder: Path) -> dict[str, str]:
         pip = [folder / "bin" / "pip", "install", "-q", "-c", REPOSITORY / "constraints.txt"]
         subprocess.run([*pip, *program.packages], check=True)
     paths = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}", **program.env}
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {"PYTHONPATH": paths, "PATH": path, "OMP_NUM_THREADS": "1", **program.env}
 
 
 def prepared(program: Program, checkouts: Path, folder: Path, variables: Mapping[str, str]) -> Path:

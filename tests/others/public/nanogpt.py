@@ -2,7 +2,10 @@
 
 from others.public.program import Program
 
-TEXT = "import random; random.seed(0); words = 'the cat sat on a mat and saw one bird fly'.split()\n"
+TEXT = (
+    "import random; random.seed(0); words = 'the cat sat on a mat and saw one bird fly'.split(); "
+    "print(' '.join(random.choices(words, k=40000)))"
+)
 PROGRAMS = {
     "nanoGPT": Program(
         repository="karpathy/nanoGPT",
@@ -10,8 +13,7 @@ PROGRAMS = {
         "--max_iters=200 --lr_decay_iters=200 --log_interval=1 --eval_iters=2 --eval_interval=50 --batch_size=8 "
         "--block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --gradient_accumulation_steps=4",
         prepare=(
-            "python -c \"" + TEXT.strip().replace("\n", "; ") + "; print(' '.join(random.choices(words, k=40000)))\" "
-            "> data/shakespeare_char/input.txt",
+            f'python -c "{TEXT}" > data/shakespeare_char/input.txt',
             "python data/shakespeare_char/prepare.py",
         ),
         packages=("requests",),
