@@ -8,7 +8,7 @@ at the method of `Backend` that a docstring names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .errors import CommunicatorError
 from .groups.process_group import ProcessGroup
 from .groups.world import World, chosen_group, current_world, get_world
 from .types import ReduceOp, Seconds, Work
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "all_gather",
@@ -76,6 +79,7 @@ def init_process_group(
     *,
     timeout: Seconds | None = None,
     num_threads: int | None = None,
+    comm: MPI.Intracomm | None = None,
 ) -> World:
     """Start the world of all ranks of the job and make it the default; collective.
 
@@ -86,10 +90,12 @@ def init_process_group(
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None has no limit.
         num_threads: Threads of torch on this rank; None shares the node's cores among its ranks, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+        comm: An mpi4py intracommunicator, whose ranks alone are the world and call this; see `World.init`.
 
     Raises:
         LaunchError: The processes were not started as one MPI job; the message has the command to type.
-        CommunicatorError: There is a default world already.
+        CommunicatorError: There is a default world already, or this process has had a world of other ranks.
+        TypeError: `comm` is no intracommunicator.
         NcclError: With NCCL: a rank has no GPU or no NCCL, or GPUs cannot be connected; on all ranks.
         ValueError: An argument is unknown.
     """
@@ -98,7 +104,7 @@ def init_process_group(
             "the process group is initialised already; call axonmpi.destroy_process_group() before a second "
             "init_process_group(), or make further groups with world.new_group(ranks)"
         )
-    return World.init(backend, init_method, timeout=timeout, num_threads=num_threads)
+    return World.init(backend, init_method, timeout=timeout, num_threads=num_threads, comm=comm)
 
 
 def is_initialized() -> bool:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
+from typing import TYPE_CHECKING
 
 from ..backends import (
     Backend,
@@ -34,6 +35,9 @@ from ..observe import watch
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
 
@@ -75,6 +79,7 @@ class World:
         *,
         timeout: Seconds | None = None,
         num_threads: int | None = None,
+        comm: MPI.Intracomm | None = None,
     ) -> World:
         """Start a world of all ranks of the job, and make it the default if there is none yet; collective.
 
@@ -87,11 +92,18 @@ class World:
                 the job.
             num_threads: Threads of torch on this rank; None shares the node's cores among its ranks, unless
                 OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+            comm: An mpi4py intracommunicator, whose ranks are the world and call this, while other ranks of the job
+                go on with MPI or have a world of their own; it is duplicated, and stays the caller's. None: all
+                ranks, or those of an earlier world of this process.
 
         Raises:
-            LaunchError: The processes were not started as one MPI job.
+            LaunchError: The processes were not started as one MPI job, or a rank of `comm` has not called this in
+                time.
             NcclError: With NCCL: a rank has no GPU or no NCCL, or the GPUs cannot be connected; on all ranks.
-            ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
+            ValueError: `backend` or `init_method` is unknown, `timeout` is not positive, or `comm` is given for a
+                mock world.
+            TypeError: `comm` is no intracommunicator.
+            CommunicatorError: This process belongs to a world of other ranks than `comm`'s.
         """
         if backend not in BACKENDS:
             mpi = "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun"
@@ -100,9 +112,11 @@ class World:
         timeout = seconds("timeout", timeout)
         runtime.check_arguments(init_method, num_threads)
         if backend == "mock":
+            if comm is not None:
+                raise ValueError("comm: expected None for a mock world, which has no MPI")
             world = cls.mock(1, timeout=timeout)
         else:
-            started = runtime.start_world(init_method, num_threads, timeout)
+            started = runtime.start_world(init_method, num_threads, timeout, comm)
             alone = started.comm is None
             watch(waiting_limit(timeout))
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..backends import Backend, LocalBackend, MpiBackend
 from ..errors import LaunchError
-from ..launch.start import start_mpi, start_world
+from ..launch.start import communicator_of_world, start_mpi, start_world
 from ..observe import watch
 from .process_group import TorchProcessGroup
 from .rendezvous import check_rank
@@ -75,7 +75,7 @@ def _connect_members(ranks: Sequence[int], own: int, timeout: float) -> Backend:
     """
     if len(ranks) == 1:
         return LocalBackend()
-    number = start_mpi().COMM_WORLD.rank
+    number = communicator_of_world(start_mpi()).rank
     if ranks[own] != number:
         raise LaunchError(f"torch.distributed calls this rank {ranks[own]}, MPI calls it {number}: they must agree")
     return MpiBackend.of_members(ranks, timeout=timeout)

@@ -99,7 +99,12 @@ def set_end_communicator(comm: Any) -> None:
     """Use a duplicate of `comm` for the barrier at the end of the program; collective over `comm`."""
     assert _job is not None
     if _job.comm is None:
-        _job.comm = comm.Dup()
+        _job.join(comm.Dup())
+
+
+def belongs_to_a_world() -> bool:
+    """Return True if this process has started a world; local."""
+    return _job is not None and _job.comm is not None
 
 
 def silence_launch_error() -> None:
@@ -151,21 +156,31 @@ class _Job:
     Attributes:
         size: Number of ranks.
         comm: Communicator of the barrier at the end; None without one.
+        is_part: True if other ranks of the job are not in `comm`.
         all_end: True if all ranks end, so that a rank waits for the others whatever its exit code.
     """
 
     def __init__(self, mpi: Any, finalize: bool) -> None:
         self.size: int = mpi.COMM_WORLD.Get_size()
         self.comm: Any = None
+        self.is_part = False
         self.all_end = False
         self._has_waited = False
         self._mpi = mpi
         self._finalize = finalize
         self._rank: int = mpi.COMM_WORLD.Get_rank()
+        self._name = f"[rank {self._rank}] " if self.size > 1 else ""
         self._pid = os.getpid()
         self._code: int | None = None
         self._exception_hook = sys.excepthook
         self._thread_hook = threading.excepthook
+
+    def join(self, comm: Any) -> None:
+        """Belong to the world of a communicator, which may be a part of the job."""
+        self.comm = comm
+        self.is_part = comm.size < self.size
+        if self.is_part:
+            self._name = f"[rank {comm.rank} of {comm.size}, rank {self._rank} of MPI] "
 
     # ---- the ways to end ------------------------------------------------------------------------------------
 
@@ -255,6 +270,8 @@ class _Job:
         """Wait for the ends of all ranks, after an error for a moment only; return True if all have ended."""
         if self.size == 1:
             return True
+        if self.is_part and code not in _NO_FAILURE:
+            return False  # the ranks outside of the world go on
         if self.comm is None:
             return code in _NO_FAILURE  # MPI_Finalize waits as well, at the cost of a core
         has_time = self._waits_for_others(code)
@@ -297,8 +314,7 @@ class _Job:
 
     def _print(self, text: str) -> None:
         """Write all lines at once, so that lines of several ranks do not mix."""
-        prefix = f"[rank {self._rank}] " if self.size > 1 else ""
-        lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
+        lines = "".join(f"{self._name}{line}\n" for line in text.splitlines())
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(OSError):

@@ -27,7 +27,8 @@ from ..errors import CommunicatorError, LaunchError
 from ..record import files
 from ..utils.arguments import integer
 from ..utils.processes import mapped_files
-from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
+from ..utils.text import counted, lines_of_ranks, name_ranks, ranks_by_text
+from ..utils.waiting import Backoff, wait_until
 from . import children, node_links, pmi_connection, start_watcher
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 INIT_METHODS = (None, "mpi://", "env://")
+_chosen: Any = None
+"""A duplicate of the communicator that a user has chosen for this process's world."""
 
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
 _LAUNCHERS = {
@@ -54,7 +57,7 @@ class Started:
     """MPI's world after the start, or a single rank without MPI.
 
     Attributes:
-        comm: mpi4py's communicator of all ranks; None without MPI.
+        comm: mpi4py's communicator of the world's ranks; None without MPI.
         topology: This rank's number, node and local rank.
         library: The MPI library; None without MPI.
         num_threads: Number of torch's threads on this rank.
@@ -107,9 +110,12 @@ def start_mpi() -> Any:
 
 @_reported_once()
 def start_world(
-    init_method: str | None = None, num_threads: int | None = None, timeout: float | None = None
+    init_method: str | None = None,
+    num_threads: int | None = None,
+    timeout: float | None = None,
+    comm: MPI.Intracomm | None = None,
 ) -> Started:
-    """Start MPI, check the launch and find this rank's node; collective over all ranks of the job.
+    """Start MPI, check the launch and find this rank's node; collective over the world's ranks.
 
     Args:
         init_method: `None`, `"mpi://"` or `"env://"`; the launcher's variables are always checked against MPI's
@@ -117,11 +123,14 @@ def start_world(
         num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
         timeout: Time limit in seconds for all ranks to call this function; None: `AXONMPI_TIMEOUT`.
+        comm: Communicator of the world's ranks. None: that of an earlier call, or else all ranks of the job.
 
     Raises:
-        LaunchError: The processes were not started as one MPI job; all ranks raise it.
+        LaunchError: The processes were not started as one MPI job, which all ranks raise; or a rank has not called
+            this in time.
         ValueError: `init_method` is unknown, or `num_threads` below 1.
-        TypeError: `num_threads` is no integer.
+        TypeError: `num_threads` is no integer, or `comm` no intracommunicator.
+        CommunicatorError: This process belongs to a world of other ranks.
     """
     check_arguments(init_method, num_threads)
     children.refuse_child()
@@ -130,7 +139,7 @@ def start_world(
     except LaunchError as error:
         return _start_alone(error, num_threads)
     _initialize(mpi, timeout)
-    comm = mpi.COMM_WORLD
+    comm = _communicator_of_world(mpi, comm, waiting_limit(None) if timeout is None else timeout)
     library = library_info()
     _check_on_all_ranks(mpi, comm, library)
     exits.set_end_communicator(comm)
@@ -138,11 +147,41 @@ def start_world(
     topology = Topology.detect(mpi, comm, local)
     _publish_record(mpi, comm, local, topology)
     masks = local.allgather(usable_cores())
-    if (core := core_to_keep_to(local.rank, masks)) is not None:
-        keep_to_core(core)
+    if _chosen is None and (core := core_to_keep_to(local.rank, masks)) is not None:
+        keep_to_core(core)  # ranks of another world, which are not in `masks`, might choose the same core
     threads, reason = _set_threads(num_threads, masks)
     local.Free()
     return Started(comm, topology, library, threads, reason)
+
+
+def communicator_of_world(mpi: Any) -> Any:
+    """Return the communicator of this process's world; local. MPI runs."""
+    return mpi.COMM_WORLD if _chosen is None else _chosen
+
+
+def _communicator_of_world(mpi: Any, given: Any, limit: float) -> Any:
+    """Return the communicator of the world, a duplicate of the user's if one is given; collective over it."""
+    global _chosen
+    if given is None:
+        return communicator_of_world(mpi)
+    if not isinstance(given, mpi.Intracomm) or given == mpi.COMM_NULL:
+        name = "COMM_NULL" if isinstance(given, mpi.Comm) and given == mpi.COMM_NULL else type(given).__name__
+        raise TypeError(f"comm: expected an mpi4py intracommunicator that has this rank, got {name}")
+    if _chosen is None and not exits.belongs_to_a_world():
+        if not wait_until(given.Ibarrier().Test, Backoff(0, 1e-4, 0.02), limit):
+            raise LaunchError(
+                f"comm: not all of its {counted(given.size, 'rank')} have called init_process_group(comm=...) "
+                f"within {limit:g} seconds"
+            )
+        _chosen = given.Dup()
+    world = communicator_of_world(mpi)
+    if mpi.Comm.Compare(given, world) not in (mpi.IDENT, mpi.CONGRUENT):
+        raise CommunicatorError(
+            "comm: expected the ranks of the world that this process belongs to already, of "
+            f"{counted(world.size, 'rank')}, got {counted(given.size, 'rank')}; for groups of the world's ranks "
+            "use world.new_group(ranks)"
+        )
+    return world
 
 
 def _publish_record(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
@@ -279,7 +318,7 @@ def _watched_ranks(timeout: float | None) -> contextlib.AbstractContextManager[N
 
 def _check_on_all_ranks(mpi: Any, comm: Any, library: MpiLibrary) -> None:
     """Raise on all ranks if the launcher and MPI disagree on any rank; collective."""
-    own = check_launch(detect_launchers(), comm.rank, comm.size, library)
+    own = check_launch(detect_launchers(), mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, library)
     if complaints := _complaints(mpi, comm, own or ""):
         where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
         raise LaunchError(where + next(iter(complaints.values())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..record.reader import Condition, RankRecord, job_names, records_of
 from ..utils.processes import process
+from ..utils.text import counted
 
 
 def find_job(name: str = "") -> list[RankRecord]:
@@ -33,7 +34,10 @@ def find_job(name: str = "") -> list[RankRecord]:
         found = running or [next(iter(jobs.values()))]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"{job} ({records[0].identity['program']})" for job, records in jobs.items())
+    listed = ", ".join(
+        f"{job} ({counted(records[0].size, 'rank')} of {records[0].identity['program']})"
+        for job, records in jobs.items()
+    )
     raise LookupError(f"expected the name or a process of one of these jobs, got {name!r}: {listed}")
 
 

@@ -83,7 +83,7 @@ def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
         A number that no other group has; the world's number of the group's rank 0; the step to those of the others,
         0 if it varies.
     """
-    rank, own = comm.Get_rank(), mpi.COMM_WORLD.Get_rank()
+    rank, own = comm.Get_rank(), runtime.communicator_of_world(mpi).Get_rank()
     key = secrets.randbits(62) | 1 if rank == 0 else 0
     told = np.array([key, own if rank == 0 else -1, own if rank == 1 else -1])
     comm.Allreduce(mpi.IN_PLACE, told, mpi.MAX)
@@ -135,7 +135,7 @@ class MpiBackend(Backend):
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
-        comm = self._mpi.COMM_WORLD if comm is None else comm
+        comm = runtime.communicator_of_world(self._mpi) if comm is None else comm
         rank = comm.Get_rank()
         self.allows_threads = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
         self._on_main_thread = self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED
@@ -169,17 +169,18 @@ class MpiBackend(Backend):
 
     @classmethod
     def of_members(cls, ranks: Sequence[int], *, timeout: float | None = None) -> MpiBackend:
-        """Make a communicator of some ranks of the job; collective over these alone: no other rank calls.
+        """Make a communicator of some ranks of the world; collective over these alone: no other rank calls.
 
         Args:
-            ranks: Different numbers in MPI's world, this rank's among them, in order; the same on all of them.
+            ranks: Different numbers in the world, this rank's among them, in order; the same on all of them.
             timeout: As for every backend.
         """
         mpi = runtime.start_mpi()
         with _making_communicators(mpi):
-            members = mpi.COMM_WORLD.Get_group().Incl(ranks)
+            world = runtime.communicator_of_world(mpi)
+            members = world.Get_group().Incl(ranks)
             # Ranks may make several groups at a time, in different orders: the tag tells these apart.
-            comm = mpi.COMM_WORLD.Create_group(members, hash(tuple(ranks)) % (MAX_TAG + 1))
+            comm = world.Create_group(members, hash(tuple(ranks)) % (MAX_TAG + 1))
             members.Free()
         backend = cls(comm, timeout=timeout)
         comm.Free()
