@@ -19,12 +19,11 @@ from types import ModuleType, TracebackType
 
 from ..interop import launch_env
 from ..interop.backend_override import override_backend
+from ..interop.environment import CPU_BACKENDS
 from ..launch.launcher_variables import set_variables
 from ..utils.text import counted
 from .arguments import parse_arguments
 from .output import print_error_briefly, refuse
-
-_BACKENDS = ("axonmpi", "gloo")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backend",
-        choices=_BACKENDS,
+        choices=CPU_BACKENDS,
         help="backend of all groups of torch.distributed, whatever the script names (default: what it names)",
     )
     return parser

@@ -7,23 +7,33 @@ that makes a group of gloo.
 from __future__ import annotations
 
 import socket
+from importlib import import_module
+from typing import Any
 
 from ..launch.launcher_variables import set_variables
 from ..launch.start import Started, start_world
 
+CPU_BACKENDS = ("axonmpi", "gloo")
 _LOOPBACK = "127.0.0.1"
 
 
-def launch_env() -> dict[str, str]:
+def launch_env(backend: str | None = None) -> dict[str, str]:
     """Set the variables that torchrun sets, in this process, and return them; collective over all ranks of the job.
 
     They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number),
     `GROUP_WORLD_SIZE` (the number of nodes), `MASTER_ADDR`, `MASTER_PORT`, a port on rank 0's node that was free a
     moment ago, `TORCHELASTIC_RUN_ID`, by which frameworks recognise torchrun, and those of its roles and restarts.
 
+    Args:
+        backend: Backend of `torch.distributed` on the CPU where a program names none, as in `init_process_group()`
+            and `init_device_mesh("cpu", ...)`: `"axonmpi"` or `"gloo"`. None: torch's default, which is gloo.
+
     Raises:
         LaunchError: The processes were not started as one MPI job.
+        ValueError: `backend` is another name.
     """
+    if backend not in (None, *CPU_BACKENDS):
+        raise ValueError(f"backend: expected {' or '.join(map(repr, CPU_BACKENDS))}, or None, got {backend!r}")
     started = start_world()
     topology = started.topology
     port = _free_port() if topology.rank == 0 else None
@@ -47,6 +57,9 @@ def launch_env() -> dict[str, str]:
         "ROLE_WORLD_SIZE": str(topology.size),
     }
     set_variables(variables)
+    if backend is not None:
+        distributed: Any = import_module("torch.distributed")
+        distributed.Backend.default_device_backend_map["cpu"] = backend
     return variables
 
 

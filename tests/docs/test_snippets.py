@@ -70,7 +70,7 @@ def programs_of(page: Path) -> list[tuple[int, int, str]]:
     found = [(fence.ranks, fence.line, fence.code) for fence in examples_of(page)]
     files = {fence.file_name: fence.code for fence in fences_of(page)}
     for fence, ranks, words in commands_of(page):
-        if words[0] == "python":
+        if words[0] == "python" and words[1] in files:
             if all(map(find_spec, OF_OTHERS.findall(files[words[1]]))):
                 found.append((ranks, fence.line, files[words[1]]))
         elif words[:2] == ["axonmpi", "doctor"]:
@@ -191,8 +191,9 @@ def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> Non
             run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=limit(60))
         elif words[:2] == ["axonmpi", "chart"]:
             assert cli.main(words[1:]) == 0
-        elif words[:2] == ["axonmpi", "run"]:  # sets variables of the process
-            job = launch(ranks, "-m", *words, cwd=folder, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
+        elif words[:2] in (["axonmpi", "run"], ["python", "-m"]):  # these change the process
+            module = ["-m", *words] if words[0] == "axonmpi" else words[1:]
+            job = launch(ranks, *module, cwd=folder, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
             assert job.returncode == 0, job.stderr
         else:
             assert words[0] == "python" or words == ["axonmpi", "doctor"], f"no test runs {shlex.join(words)}"
