@@ -1,4 +1,4 @@
-"""The classes of `axonmpi.errors`.
+"""The exceptions that this package raises for a fault of the launch, of the machine or of another rank.
 
 A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. An `AxonmpiError` has another cause:
 the launch, the machine or another rank is at fault, and the code at the call site may be right.

@@ -1,4 +1,4 @@
-"""A group of one rank, which receives its own messages.
+"""The backend of a group of one rank, which receives its own messages.
 
 No other rank can differ, so nothing is compared, and asynchronous operations are complete when they return.
 """

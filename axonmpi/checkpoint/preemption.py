@@ -1,4 +1,4 @@
-"""`PreemptionGuard`: all ranks stop at one step, after a signal or before time is up, to exit with code 85.
+"""`PreemptionGuard`: the step at which all ranks stop, after a signal or before time is up.
 
     signal ──► handler ──► a flag of this rank ──┐
     clock ───────────────► near the end? ────────┴──► vote ──► sum or largest of all ranks ──► all stop, or none

@@ -1,4 +1,4 @@
-"""Accelerate over MPI on the CPU, and `transformers.Trainer`, which uses it.
+"""The process group for Accelerate, and for `transformers.Trainer` on top of it, on the CPU.
 
     from axonmpi.interop.accelerate import start_process_group
 

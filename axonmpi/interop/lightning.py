@@ -1,4 +1,4 @@
-"""Lightning over MPI on the CPU.
+"""Lightning's cluster environment and strategy for ranks that MPI has started, on the CPU.
 
     from axonmpi.interop.lightning import MpiEnvironment, ddp_strategy
 

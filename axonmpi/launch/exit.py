@@ -1,4 +1,4 @@
-"""The end of a rank, and of the job with it: uncaught errors, exit codes such as `REQUEUE_EXIT_CODE`, atexit.
+"""The end of a rank, and of the job with it: uncaught errors, atexit, exit codes (85 of a preempted run too).
 
 Once MPI runs with several ranks, a rank that fails does not leave the others waiting:
 

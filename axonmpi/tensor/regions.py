@@ -1,4 +1,4 @@
-"""The ways into and out of a tensor-parallel region, in which each rank has its own features.
+"""Functions of autograd at the edges of a tensor-parallel region, in which each rank has its own features.
 
     replicated ────── enter ──── each rank has its own features ──── leave ──── replicated
     sequence shard ── enter ──── each rank has its own features ──── leave ──── sequence shard

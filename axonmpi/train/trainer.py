@@ -1,4 +1,4 @@
-"""Training of a small GPT on several ranks.
+"""The training loop of a small GPT: a step, a held-out evaluation, a checkpoint.
 
     each step:   slice of the global batch ─► forward, backward ─► average gradients ─► clip ─► AdamW
     sometimes:   slice of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss

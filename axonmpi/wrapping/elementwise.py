@@ -1,4 +1,4 @@
-"""Classification of torch's functions by how much of a tensor they need.
+"""Classification of torch's functions: elementwise, so right on a shard, or in need of the full tensor.
 
     p.mul_(0.9).add_(g)      elementwise: the same on a shard as on the full tensor
     p.shape, p.grad          attributes of the shard, as documented

@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors over MPI.
+"""The backend of CPU tensors under MPI: a group's life, and each collective handed to its `Connection`.
 
 Every collective begins with an agreement of the ranks on the call: mismatched calls are noticed on every rank
 before any data is moved, and a small operation (a loss, a counter, a flag) is complete with it. All of that is the

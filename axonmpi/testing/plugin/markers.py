@@ -1,4 +1,4 @@
-"""The marker `ranks` and the plugin's settings: numbers of ranks and skips, for threads and for `mpirun`."""
+"""The marker `ranks(4)` as a number of ranks for each test, and the tests that are skipped; it starts no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of the plugin under plain `pytest`: tests run on mock ranks, one thread each.
+"""Pytest's hooks under plain `pytest`: a test marked for four ranks starts four threads, each a mock rank.
 
 Fixtures are set up once, as always, and all ranks share them. Only `world`, `group`, and fixtures that need these
 or a default world are each rank's own, see `rank_fixtures.py`.

@@ -1,4 +1,4 @@
-"""Pytest's hooks under `mpirun`, which select the tests of as many ranks as there are.
+"""Pytest's hooks in ranks that `mpirun -n 4 pytest` has started: tests marked for four ranks run.
 
 All ranks collect the same tests and run them in step. After each phase of a test (setup, call, teardown) rank 0
 merges the ranks' outcomes into a verdict, so that `-x`, the exit code and the reports are the same on all ranks;

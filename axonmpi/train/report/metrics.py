@@ -1,4 +1,4 @@
-"""Metrics of a run: losses, speed and the share of communication, and their file `metrics.jsonl`."""
+"""Figures of each step, by which other files report a run, and the lines of `metrics.jsonl` that hold them."""
 
 from __future__ import annotations
 

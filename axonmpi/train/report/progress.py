@@ -1,4 +1,4 @@
-"""Displays of a run's progress: a line that is redrawn on a terminal, or a line for each tenth of the run.
+"""The progress line of a run, with its columns: redrawn on a terminal, or else once for each tenth of the run.
 
 ━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/250  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
 """

@@ -1,4 +1,4 @@
-"""The files of a run and its progress, both of rank 0; the checkpoints beside the files are of all ranks.
+"""The folder of a run, written by rank 0: figures, curves, a sample of text and the summary.
 
 axonmpi-runs/NAME/
   metrics.jsonl   a JSON object a line: the fields of `StepMetrics` for each step, which have `loss`,
