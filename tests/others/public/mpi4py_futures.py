@@ -2,7 +2,7 @@
 
 from others.public.program import Program
 
-SEARCH = '''
+SEARCH = """
 import os
 
 import torch
@@ -69,7 +69,7 @@ for number in range(1, 9):
     rate = search([rate * factor for factor in (0.5, 0.7, 0.9, 1.0)])
 if IS_DISTRIBUTED:
     torch.distributed.destroy_process_group()
-'''
+"""
 PROGRAMS = {
     "mpi4py_futures": Program(
         command="search.py",
