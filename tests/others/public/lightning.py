@@ -80,7 +80,7 @@ PROGRAMS = {
                 'max_epochs=3, accelerator="cpu", devices=2, strategy="ddp")',
             ),
         ),
-        results=r"test_loss\D+([\d.]+)",
+        results=r"test_loss\W+(\d[\d.]+)",
         compared="loss of a test after 3 epochs",
     ),
 }
