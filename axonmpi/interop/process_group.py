@@ -267,6 +267,30 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         work.wait(opts.timeout)
         return work
 
+    @skip_in_compile
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; collective. Programs call it on a group of gloo, the only other one that has it.
+
+        Args:
+            timeout: Limit; None for the group's.
+            wait_all_ranks: Ignored: the error names all late ranks.
+
+        Raises:
+            CollectiveTimeoutError: A rank did not come in time.
+        """
+        options = BarrierOptions()
+        options.asyncOp = False
+        limit = self._timeout if timeout is None else timeout
+        self._run("monitored_barrier", options, (), self._barrier_within, limit)
+
+    def _barrier_within(self, limit: timedelta) -> None:
+        # The backend's own limit: its error names the late ranks, unlike that of a wait for the group's thread.
+        self._backend.set_timeout(limit)
+        try:
+            self._backend.barrier()
+        finally:
+            self._backend.set_timeout(self._timeout)
+
     # ---- messages -----------------------------------------------------------------------------------------
 
     @skip_in_compile

@@ -10,6 +10,7 @@ from axonmpi.testing import LaunchResult, launch
 EVERY_NAME = """
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,13 @@ for name in sys.argv[2:]:
         dist.init_process_group("gloo", rank=rank, world_size=size, pg_options=object())
     else:
         dist.init_process_group(None if name == "none" else name)
-    others = dist.new_group([1, 0], backend="gloo")
+    others = dist.new_group([1, 0], backend="gloo", timeout=timedelta(days=10_000))
     tensor = torch.full((3,), rank + 1.0)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, group=others)
+    others.monitored_barrier()
+    dist.monitored_barrier(others, timedelta(hours=1), wait_all_ranks=True)
+    dist.monitored_barrier()
     seen = dist.get_backend(), dist.get_backend(others), dist.get_rank(), dist.get_world_size(), tensor.tolist()
     assert seen == (expected, expected, rank, size, [6.0] * 3), (name, seen)
     dist.destroy_process_group()

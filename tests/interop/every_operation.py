@@ -115,6 +115,8 @@ def copies(group, members: list[int]) -> None:
     dist.barrier(group)
     dist.barrier(group, async_op=True).wait()
     dist.barrier(group, timeout=timedelta(hours=1))
+    group.monitored_barrier()
+    group.monitored_barrier(timedelta(hours=1), wait_all_ranks=True)
 
 
 def objects(group, members: list[int]) -> None:

@@ -39,7 +39,7 @@ refused("rank=0, world_size=3.: by MPI this is rank . of 2.*mpirun -n 3",
         dist.init_process_group, "axonmpi", rank=0, world_size=3)
 dist.init_process_group("axonmpi")
 rank, tensor = dist.get_rank(), torch.ones(2)
-mismatch, late, aborted, left = (dist.new_group() for _ in range(4))
+mismatch, late, later, aborted, left = (dist.new_group() for _ in range(5))
 
 work = dist.all_reduce(torch.ones(2 + rank), group=mismatch, async_op=True)
 refused("rank 1: all_reduce.float32 .3., SUM.", work.wait)
@@ -47,6 +47,7 @@ refused("rank 1: all_reduce.float32 .3., SUM.", work.wait)
 late.set_timeout(timedelta(seconds=1))
 if rank == 0:
     refused("was not complete after 1 s: rank 1 did not come", dist.all_reduce, tensor, group=late)
+    refused("was not complete after 1 s: rank 1 did not come", later.monitored_barrier, timedelta(seconds=1))
 dist.barrier()
 
 aborted.abort()
