@@ -14,7 +14,7 @@ def program(alltoall: str, sizes: str, ranks: int = 2, tolerance: float = 0.0) -
     return Program(
         repository="facebookresearch/dlrm",
         command=MODEL + sizes,
-        packages=("onnx", "scikit-learn", "tensorboard"),
+        packages=("scikit-learn", "tensorboard"),
         results=r"(?:loss (\d\.\d+)|accuracy (\d+\.\d+) %, best (\d+\.\d+))",
         compared="90 losses and 3 evaluations",
         env={"DLRM_ALLTOALL_IMPL": alltoall},
