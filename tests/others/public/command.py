@@ -52,7 +52,7 @@ def environment_for(program: Program, folder: Path) -> dict[str, str]:
         subprocess.run([*pip, *program.packages], check=True)
     paths = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {"PYTHONPATH": paths, "PATH": path, "OMP_NUM_THREADS": "1", **program.env}
+    return {"PYTHONPATH": paths, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **program.env}
 
 
 def prepared(program: Program, checkouts: Path, folder: Path, variables: Mapping[str, str]) -> Path:
