@@ -58,7 +58,9 @@ def environment_for(program: Program, folder: Path) -> dict[str, str]:
 def prepared(program: Program, checkouts: Path, folder: Path, variables: Mapping[str, str]) -> Path:
     """Return a checkout with the program's changes, files and data."""
     if program.repository:
-        shutil.copytree(checkouts / Path(program.repository).name, folder, ignore=shutil.ignore_patterns(".git"))
+        source = checkouts / Path(program.repository).name
+        # Some links of a checkout lead nowhere.
+        shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     else:
         folder.mkdir()
     for name, old, new in program.changes:
