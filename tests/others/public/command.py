@@ -51,7 +51,12 @@ def environment_for(program: Program, folder: Path) -> dict[str, str]:
         pip = [folder / "bin" / "pip", "install", "-q", "-c", REPOSITORY / "constraints.txt"]
         subprocess.run([*pip, *program.packages], check=True)
     paths = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}", **program.env}
+    return {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        **program.env,
+    }
 
 
 def prepared(program: Program, checkouts: Path, folder: Path, variables: Mapping[str, str]) -> Path:

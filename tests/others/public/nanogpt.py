@@ -10,7 +10,9 @@ PROGRAMS = {
         "--max_iters=200 --lr_decay_iters=200 --log_interval=1 --eval_iters=2 --eval_interval=50 --batch_size=8 "
         "--block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --gradient_accumulation_steps=4",
         prepare=(
-            "python -c \"" + TEXT.strip().replace("\n", "; ") + "; print(' '.join(random.choices(words, k=40000)))\" "
+            'python -c "'
+            + TEXT.strip().replace("\n", "; ")
+            + "; print(' '.join(random.choices(words, k=40000)))\" "
             "> data/shakespeare_char/input.txt",
             "python data/shakespeare_char/prepare.py",
         ),
