@@ -2,7 +2,7 @@
 
 from others.public.program import Program
 
-# PyPI's torchvision is built for the torch with CUDA: its operators, which neither timm nor `imagenet/main.py` uses,
+# PyPI's torchvision is built for the torch with CUDA: its operators, which the programs do not use,
 # cannot be loaded beside a torch for CPUs, and the shapes that it describes for them stop its import.
 TORCHVISION = "torchvision==0.28.0"
 WITHOUT_OPERATORS = (
@@ -30,9 +30,9 @@ for split, number in (("train", 48), ("validation", 8)):
 PROGRAMS = {
     "timm": Program(
         repository="huggingface/pytorch-image-models",
-        command="train.py --data-dir images --device cpu --model test_resnet --num-classes 4 --input-size 3 64 64 -b 8 -j 1 "
-        "--epochs 4 --warmup-epochs 1 --opt adamw --lr 2e-3 --grad-accum-steps 2 --clip-grad 1 --model-ema "
-        "--model-ema-decay 0.9 --mixup 0.2 --eval-metric loss --log-interval 1 --output results",
+        command="train.py --data-dir images --device cpu --model test_resnet --num-classes 4 --input-size 3 64 64 "
+        "-b 8 -j 1 --epochs 4 --warmup-epochs 1 --opt adamw --lr 2e-3 --grad-accum-steps 2 --clip-grad 1 --mixup 0.2 "
+        "--model-ema --model-ema-decay 0.9 --eval-metric loss --log-interval 1 --output results",
         packages=(TORCHVISION,),
         files={"make_images.py": IMAGES},
         prepare=(WITHOUT_OPERATORS, "python make_images.py"),
@@ -40,7 +40,8 @@ PROGRAMS = {
             ("train.py", "prepare_distributed(device_ids=[device], ", "prepare_distributed("),
         ),
         # Losses of an evaluation are printed in full beside the checkpoint's name.
-        results=r"(?: Loss:\s+([\d.]+) \(\s*([\d.]+)\)|checkpoint-\d+.pth.tar', ([\d.]+)\)|Acc@1:\s+([\d.]+) \(\s*([\d.]+)\))",
+        results=r"(?: Loss:\s+([\d.]+) \(\s*([\d.]+)\)|checkpoint-\d+.pth.tar', ([\d.]+)\)|"
+        r"Acc@1:\s+([\d.]+) \(\s*([\d.]+)\))",
         compared="losses of 24 updates, their means, and 8 evaluations",
     ),
 }

@@ -1,4 +1,4 @@
-"""torch's own examples of training on several ranks: DDP, FSDP2, tensor and sequence parallelism, and both together.
+"""torch's own examples on several ranks: DDP, FSDP2, tensor and sequence parallelism, and FSDP2 with both.
 
 All but imagenet's demand GPUs at their beginning, and most print no losses.
 """
@@ -38,10 +38,25 @@ def _parallel(name: str, title: str, ranks: int, steps: int) -> Program:
             # Gradients add up from step to step, since no step sets them to zero; nothing is printed of them.
             (
                 script,
-                f'    output.sum().backward()\n    optimizer.step()\n    rank_log(_rank, logger, f"{title} iter',
-                f"    output.sum().backward()\n    total = torch.nn.utils.get_total_norm(p.grad for p in "
-                f"{module}.parameters())\n    total = total.full_tensor().item()\n    optimizer.step()\n    "
-                f'rank_log(_rank, logger, f"loss {{output.sum().item()}} gradients {{total}}; {title} iter',
+                "    optimizer.step()\n",
+                (
+                    f"    total = torch.nn.utils.get_total_norm(p.grad for p in {module}.parameters())\n"
+                    "    total = total.full_tensor().item()\n    optimizer.step()\n"
+                ),
+            ),
+            (
+                script,
+                f'logger, f"{title} iter',
+                f'logger, f"loss {{output.sum().item()}} gradients {{total}}; {title} iter',
+            ),
+            # torch's DTensor knows no sharding of the CPU's attention; each rank has heads of its own.
+            (
+                f"{PARALLEL}llama2_model.py",
+                "output = F.scaled_dot_product_attention(xq, xk, xv, is_causal=True)",
+                (
+                    "local = [x.to_local() for x in (xq, xk, xv)]\n        output = xq.from_local("
+                    "F.scaled_dot_product_attention(*local, is_causal=True), xq.device_mesh, xq.placements)"
+                ),
             ),
         ),
         results=r"loss ([-\d.e+]+) gradients ([-\d.e+]+)",
@@ -62,7 +77,10 @@ def _fsdp2(options: str, prepare: tuple[str, ...] = ()) -> Program:
             (
                 "distributed/FSDP2/model.py",
                 "        self.norm.reset_parameters()\n",
-                "        self.norm.reset_parameters()\n        for layer in self.layers:\n            layer.reset_parameters()\n",
+                (
+                    "        self.norm.reset_parameters()\n"
+                    "        for layer in self.layers:\n            layer.reset_parameters()\n"
+                ),
             ),
             # Nothing is printed; 10 steps are few.
             (FSDP2, "in range(10)", "in range(40)"),
@@ -117,9 +135,12 @@ PROGRAMS = {
             (
                 DDP,
                 "    loss_fn(outputs, labels).backward()\n    optimizer.step()\n",
-                "    for _ in range(50):\n        outputs = ddp_model(torch.randn(20, 10))\n        optimizer.zero_grad()\n"
-                "        loss = loss_fn(outputs, labels)\n        loss.backward()\n        optimizer.step()\n"
-                "        print(f'loss {rank} {loss.item()}')\n",
+                (
+                    "    for _ in range(50):\n        outputs = ddp_model(torch.randn(20, 10))\n"
+                    "        optimizer.zero_grad()\n"
+                    "        loss = loss_fn(outputs, labels)\n        loss.backward()\n        optimizer.step()\n"
+                    "        print(f'loss {rank} {loss.item()}')\n"
+                ),
             ),
         ),
         results=r"loss \d ([\d.e-]+)",
@@ -127,7 +148,8 @@ PROGRAMS = {
     ),
     "examples_minGPT": Program(
         repository="pytorch/examples",
-        command=f"{GPT}main.py data_config.path={GPT}data/input.txt data_config.truncate=0.002 data_config.block_size=32 "
+        command=f"{GPT}main.py data_config.path={GPT}data/input.txt "
+        "data_config.truncate=0.002 data_config.block_size=32 "
         "gpt_config.n_layer=2 gpt_config.n_head=2 gpt_config.n_embd=64 trainer_config.max_epochs=6 "
         "trainer_config.batch_size=64 trainer_config.data_loader_workers=1 trainer_config.use_amp=false "
         "optimizer_config.learning_rate=0.003",
@@ -154,13 +176,13 @@ PROGRAMS = {
     ),
     "examples_imagenet": Program(
         repository="pytorch/examples",
-        command=f"{IMAGENET} --dummy --no-accel --dist-url env:// --dist-backend gloo --seed 1 --epochs 2 "
+        command=f"{IMAGENET} --dummy --no-accel --dist-url env:// --dist-backend gloo --seed 1 --epochs 1 "
         "-a shufflenet_v2_x0_5 -b 4 -j 1 -p 1",
         packages=(TORCHVISION,),
         prepare=(WITHOUT_OPERATORS,),
         changes=(
             # An epoch of all images is 10^15 operations.
-            (IMAGENET, "FakeData(1281167,", "FakeData(96,"),
+            (IMAGENET, "FakeData(1281167,", "FakeData(80,"),
             (IMAGENET, "FakeData(50000,", "FakeData(18,"),
             # Its DDP is for GPUs alone.
             (
@@ -170,7 +192,7 @@ PROGRAMS = {
             ),
         ),
         results=r"(?:Loss ([\d.e+-]+) \(([\d.e+-]+)\)\s+Acc@1\s+([\d.]+)| \* Acc@1 ([\d.]+) Acc@5 ([\d.]+))",
-        compared="losses and accuracies of two ranks in 24 steps, and 2 evaluations",
+        compared="losses and accuracies of two ranks in 10 steps, and an evaluation",
     ),
     "examples_FSDP2": _fsdp2(""),
     "examples_FSDP2_options": _fsdp2(
