@@ -31,8 +31,9 @@ PROGRAMS = {
     "timm": Program(
         repository="huggingface/pytorch-image-models",
         command="train.py --data-dir images --device cpu --model test_resnet --num-classes 4 "
-        "--input-size 3 64 64 -b 8 -j 1 --epochs 4 --warmup-epochs 1 --opt adamw --lr 2e-3 --grad-accum-steps 2 --clip-grad 1 "
-        "--mixup 0.2 --model-ema --model-ema-decay 0.9 --eval-metric loss --log-interval 1 --output results",
+        "--input-size 3 64 64 -b 8 -j 1 --epochs 4 --warmup-epochs 1 --opt adamw --lr 2e-3 --clip-grad 1 "
+        "--grad-accum-steps 2 --mixup 0.2 --model-ema --model-ema-decay 0.9 --eval-metric loss "
+        "--log-interval 1 --output results",
         packages=(TORCHVISION,),
         files={"make_images.py": IMAGES},
         prepare=(WITHOUT_OPERATORS, "python make_images.py"),
