@@ -3,7 +3,7 @@
 from others.public.program import Program
 
 PROGRAMS = {
-    "cleanrl_ppo": Program(
+    "cleanrl": Program(
         repository="vwxyzjn/cleanrl",
         command="-m cleanrl.ppo_atari_multigpu --backend gloo --no-cuda --env-id ale_py:BreakoutNoFrameskip-v4 "
         "--local-num-envs 2 --num-steps 32 --total-timesteps 2560",

@@ -152,9 +152,9 @@ def tests_of(script: str, ranks: int) -> Program:
 
 
 PROGRAMS = {
-    "CREDIT-domain": tests_of("test_domain_parallel_multigpu", 4),
-    "CREDIT-transposed": tests_of("test_domain_parallel_conv_transpose3d_multigpu", 2),
-    "CREDIT": Program(
+    "credit-domain": tests_of("test_domain_parallel_multigpu", 4),
+    "credit-transposed": tests_of("test_domain_parallel_conv_transpose3d_multigpu", 2),
+    "credit": Program(
         repository="NCAR/miles-credit",
         command="-m credit.applications.train_gen2 -c made/train.yml --backend gloo",
         ranks=4,

@@ -6,7 +6,7 @@ INPUT = "examples/water/se_e2_a/input_torch.json"
 TRAINING = "deepmd/pt/train/training.py"
 INSTALLED = "$(python -c \"import sysconfig; print(sysconfig.get_path('purelib'))\")/deepmd"
 PROGRAMS = {
-    "deepmd_kit": Program(
+    "deepmd-kit": Program(
         repository="deepmodeling/deepmd-kit",
         command=f"-m deepmd --pt train {INPUT} --skip-neighbor-stat",
         packages=("deepmd-kit==3.2.0",),

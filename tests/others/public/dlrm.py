@@ -26,7 +26,7 @@ def program(alltoall: str, sizes: str, ranks: int = 2, tolerance: float = 0.0) -
 PROGRAMS = {
     "dlrm-alltoall": program("alltoall", "500-400-300-200-100"),
     "dlrm-scatter": program("scatter", "500-400-300-200-100"),
-    "dlrm-scatter_list": program("scatter_list", "500-400-300-200-100"),
+    "dlrm-scatter-list": program("scatter_list", "500-400-300-200-100"),
     # A sum of four gradients has more than one order; losses have 6 digits after the point.
     "dlrm-4-ranks": program("alltoall", "500-400-300-200-100-50", ranks=4, tolerance=1e-5),
 }

@@ -37,7 +37,7 @@ PACKAGES = (
     "torch-ema",
 )
 PROGRAMS = {
-    "HydraGNN": Program(
+    "hydragnn": Program(
         repository="ORNL/HydraGNN",
         command="LennardJones.py --mpnn_type EGNN --batch_size 16",
         prepare=("cp examples/LennardJones/* .",),  # beside the package, which need not be installed then

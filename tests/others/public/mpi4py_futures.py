@@ -71,7 +71,7 @@ if IS_DISTRIBUTED:
     torch.distributed.destroy_process_group()
 """
 PROGRAMS = {
-    "mpi4py_futures": Program(
+    "mpi4py-futures": Program(
         command="search.py",
         files={"search.py": SEARCH.lstrip()},
         results=r"(?:trial ([\d.]+) loss ([\d.]+)|rank (\d) step (\d+) loss ([\d.]+))",

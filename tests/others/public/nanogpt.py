@@ -7,7 +7,7 @@ TEXT = (
     "print(' '.join(random.choices(words, k=40000)))"
 )
 PROGRAMS = {
-    "nanoGPT": Program(
+    "nanogpt": Program(
         repository="karpathy/nanoGPT",
         command="train.py config/train_shakespeare_char.py --device=cpu --compile=False --dtype=float32 "
         "--max_iters=200 --lr_decay_iters=200 --log_interval=1 --eval_iters=2 --eval_interval=50 --batch_size=8 "

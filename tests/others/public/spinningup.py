@@ -11,7 +11,7 @@ OF_TENSORFLOW = (
 NAMES = ("ddpg", "ppo", "sac", "td3", "trpo", "vpg")
 ALGORITHMS = "".join(f"from spinup.algos.tf1.{name}.{name} import {name} as {name}_tf1\n" for name in NAMES)
 PROGRAMS = {
-    "spinningup_ppo": Program(
+    "spinningup": Program(
         repository="openai/spinningup",
         command="-m spinup.algos.pytorch.ppo.ppo --env CartPole-v1 --cpu 1 --epochs 6 --steps 1000",
         packages=("gym==0.23.1", "pygame", "joblib", "scipy", "cloudpickle", "psutil", "tqdm"),

@@ -102,7 +102,7 @@ def _fsdp2(options: str, prepare: tuple[str, ...] = ()) -> Program:
 
 
 PROGRAMS = {
-    "examples_multigpu_torchrun": Program(
+    "examples-multigpu-torchrun": Program(
         repository="pytorch/examples",
         command=f"{SERIES} 10 5",
         changes=(
@@ -120,7 +120,7 @@ PROGRAMS = {
         results=r"loss \d ([\d.e-]+)",
         compared="losses of two ranks, 320 steps",
     ),
-    "examples_ddp": Program(
+    "examples-ddp": Program(
         repository="pytorch/examples",
         command=DDP,
         changes=(
@@ -146,7 +146,7 @@ PROGRAMS = {
         results=r"loss \d ([\d.e-]+)",
         compared="losses of two ranks, 50 steps",
     ),
-    "examples_minGPT": Program(
+    "examples-mingpt": Program(
         repository="pytorch/examples",
         command=f"{GPT}main.py data_config.path={GPT}data/input.txt "
         "data_config.truncate=0.002 data_config.block_size=32 "
@@ -174,7 +174,7 @@ PROGRAMS = {
         results=r"\[RANK\d\] Epoch \d+ \| Iter \d+ \| \w+ Loss ([\d.]+)",
         compared="losses of two ranks in training and evaluation, every fourth of 96 steps",
     ),
-    "examples_imagenet": Program(
+    "examples-imagenet": Program(
         repository="pytorch/examples",
         command=f"{IMAGENET} --dummy --no-accel --dist-url env:// --dist-backend gloo --seed 1 --epochs 1 "
         "-a shufflenet_v2_x0_5 -b 4 -j 1 -p 1",
@@ -194,13 +194,13 @@ PROGRAMS = {
         results=r"(?:Loss ([\d.e+-]+) \(([\d.e+-]+)\)\s+Acc@1\s+([\d.]+)| \* Acc@1 ([\d.]+) Acc@5 ([\d.]+))",
         compared="losses and accuracies of two ranks in 10 steps, and an evaluation",
     ),
-    "examples_FSDP2": _fsdp2(""),
-    "examples_FSDP2_options": _fsdp2(
+    "examples-fsdp2": _fsdp2(""),
+    "examples-fsdp2-options": _fsdp2(
         "--explicit-prefetching --mixed-precision --dcp-api",
         # A run of its own saves the checkpoint that all variants load.
         prepare=(f"torchrun --standalone --nproc-per-node 2 {FSDP2} --mixed-precision --dcp-api",),
     ),
-    "examples_tensor_parallel": _parallel("tensor_parallel", "Tensor Parallel", ranks=2, steps=100),
-    "examples_sequence_parallel": _parallel("sequence_parallel", "Sequence Parallel", ranks=2, steps=100),
-    "examples_fsdp_tp": _parallel("fsdp_tp", "2D", ranks=4, steps=10),
+    "examples-tensor-parallel": _parallel("tensor_parallel", "Tensor Parallel", ranks=2, steps=100),
+    "examples-sequence-parallel": _parallel("sequence_parallel", "Sequence Parallel", ranks=2, steps=100),
+    "examples-fsdp-tp": _parallel("fsdp_tp", "2D", ranks=4, steps=10),
 }

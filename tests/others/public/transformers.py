@@ -66,7 +66,7 @@ with open("text.txt", "w") as file:
 """
 )
 PROGRAMS = {
-    "run_clm": Program(
+    "transformers-clm": Program(
         repository="huggingface/transformers",
         command="examples/pytorch/language-modeling/run_clm.py --use_cpu --model_type=gpt2 "
         "--config_overrides=n_embd=128,n_layer=4,n_head=4,n_positions=128,vocab_size=400 "
