@@ -16,8 +16,8 @@ editors and type checkers; the file of a name is imported when the name is first
 from __future__ import annotations
 
 import ast
+import pkgutil
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from .interop import autoload
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 def _read_names() -> tuple[dict[str, tuple[str, str]], list[str]]:
     """Return the module of each name in `__init__.pyi` and its name there, "" for a module, and `__all__`."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
     origins, public = {}, []
     for node in stub.body:
         if isinstance(node, ast.ImportFrom):
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ORIGINS})
+    return sorted({"__version__", *_ORIGINS})
 
 
 autoload.load()  # does nothing if torch has called it as an entry point

@@ -6,6 +6,7 @@ from . import checkpoint as checkpoint
 from . import data as data
 from . import ddp as ddp
 from . import fsdp as fsdp
+from . import interop as interop
 from . import mesh as mesh
 from . import pipeline as pipeline
 from . import tensor as tensor

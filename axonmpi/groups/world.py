@@ -97,8 +97,7 @@ class World:
                 ranks, or those of an earlier world of this process.
 
         Raises:
-            LaunchError: The processes were not started as one MPI job, or a rank of `comm` has not called this in
-                time.
+            LaunchError: The processes were not started as one MPI job.
             NcclError: With NCCL: a rank has no GPU or no NCCL, or the GPUs cannot be connected; on all ranks.
             ValueError: `backend` or `init_method` is unknown, `timeout` is not positive, or `comm` is given for a
                 mock world.

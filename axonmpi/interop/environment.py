@@ -26,7 +26,7 @@ def launch_env(backend: str | None = None) -> dict[str, str]:
 
     Args:
         backend: Backend of `torch.distributed` on the CPU where a program names none, as in `init_process_group()`
-            and `init_device_mesh("cpu", ...)`: `"axonmpi"` or `"gloo"`. None: torch's default, which is gloo.
+            and `init_device_mesh("cpu", ...)`: `"axonmpi"` or `"gloo"`. None changes nothing: gloo, unless chosen.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.

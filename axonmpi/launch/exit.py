@@ -102,11 +102,6 @@ def set_end_communicator(comm: Any) -> None:
         _job.join(comm.Dup())
 
 
-def belongs_to_a_world() -> bool:
-    """Return True if this process has started a world; local."""
-    return _job is not None and _job.comm is not None
-
-
 def silence_launch_error() -> None:
     """Print no traceback of an uncaught LaunchError, unless this process is one of several ranks; local."""
     if _job is not None and _job.size > 1:
@@ -137,10 +132,11 @@ def expect_common_end() -> None:
     _job.all_end = True
 
 
-def end_job(code: int) -> NoReturn:
-    """End the whole job now, from any thread, whatever the other ranks do; local."""
+def end_job(code: int, reason: str = "") -> NoReturn:
+    """Print the reason and end the whole job now, from any thread, whatever the other ranks do; local."""
     if _job is None:
         end_process(code)
+    _job.write(reason)
     _job.abort(code)
 
 
@@ -179,7 +175,7 @@ class _Job:
         """Belong to the world of a communicator, which may be a part of the job."""
         self.comm = comm
         self.is_part = comm.size < self.size
-        if self.is_part:
+        if self.is_part or comm.rank != self._rank:
             self._name = f"[rank {comm.rank} of {comm.size}, rank {self._rank} of MPI] "
 
     # ---- the ways to end ------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ class _Job:
         if self._is_out():
             return code
         if code is not None and not isinstance(code, int):
-            self._print(str(code))
+            self.write(str(code))
             code = 1
         self._code = (code or 0) & 0xFF
         if not self._waits_for_others(self._code):
@@ -228,6 +224,8 @@ class _Job:
             self.all_end = True
             self._wait_or_abort(code)  # again: ranks that waited in `on_system_exit` have waited for threads since
             self._run_callbacks(code)
+            if (run := sys.modules.get("mpi4py.run")) is not None:
+                run.set_abort_status(0)  # `python -m mpi4py` aborts at every other exit code, 85 too
             if self._finalize:
                 self._mpi.Finalize()
             gc.freeze()  # or the interpreter's last collection would visit all objects of torch
@@ -263,7 +261,8 @@ class _Job:
 
     def _wait_or_abort(self, code: int) -> None:
         if not self._all_ranks_end(code):
-            self._print(f"has ended with exit code {code} while other ranks go on, and ends the job")
+            others = "may go on" if self.is_part else "go on"
+            self.write(f"has ended with exit code {code} while other ranks {others}, and ends the job")
             self.abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
@@ -283,10 +282,10 @@ class _Job:
                     return True
                 if not has_time:
                     return False
-                self._print("has come to the end of its program and waits for the other ranks")
+                self.write("has come to the end of its program and waits for the other ranks")
                 return wait_until(all_have_ended, backoff)
         except self._mpi.Exception as error:
-            self._print(f"could not wait for the other ranks' ends: {error}")
+            self.write(f"could not wait for the other ranks' ends: {error}")
             return False
 
     def _run_callbacks(self, code: int) -> None:
@@ -296,7 +295,7 @@ class _Job:
             for callback in reversed(_before_finalize):
                 callback()
         except Exception:
-            self._print(traceback.format_exc())
+            self.write(traceback.format_exc())
             self.abort(code or 1)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -310,9 +309,9 @@ class _Job:
         printed = io.StringIO()
         with contextlib.suppress(Exception), contextlib.redirect_stderr(printed):
             hook()
-        self._print(printed.getvalue() or "".join(traceback.format_exception(error)))
+        self.write(printed.getvalue() or "".join(traceback.format_exception(error)))
 
-    def _print(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Write all lines at once, so that lines of several ranks do not mix."""
         lines = "".join(f"{self._name}{line}\n" for line in text.splitlines())
         with contextlib.suppress(Exception):

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 INIT_METHODS = (None, "mpi://", "env://")
-_chosen: Any = None
-"""A duplicate of the communicator that a user has chosen for this process's world."""
+_world: Any = None
+"""The communicator of this process's world, once it has started: of all ranks, or a duplicate of a user's."""
 
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
 _LAUNCHERS = {
@@ -122,12 +122,12 @@ def start_world(
             world.
         num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
-        timeout: Time limit in seconds for all ranks to call this function; None: `AXONMPI_TIMEOUT`.
+        timeout: Time limit in seconds for all ranks to call this function, after which the job ends; None:
+            `AXONMPI_TIMEOUT`.
         comm: Communicator of the world's ranks. None: that of an earlier call, or else all ranks of the job.
 
     Raises:
-        LaunchError: The processes were not started as one MPI job, which all ranks raise; or a rank has not called
-            this in time.
+        LaunchError: The processes were not started as one MPI job; all ranks raise it.
         ValueError: `init_method` is unknown, or `num_threads` below 1.
         TypeError: `num_threads` is no integer, or `comm` no intracommunicator.
         CommunicatorError: This process belongs to a world of other ranks.
@@ -139,7 +139,7 @@ def start_world(
     except LaunchError as error:
         return _start_alone(error, num_threads)
     _initialize(mpi, timeout)
-    comm = _communicator_of_world(mpi, comm, waiting_limit(None) if timeout is None else timeout)
+    comm = _join_world(mpi, comm, timeout)
     library = library_info()
     _check_on_all_ranks(mpi, comm, library)
     exits.set_end_communicator(comm)
@@ -147,41 +147,47 @@ def start_world(
     topology = Topology.detect(mpi, comm, local)
     _publish_record(mpi, comm, local, topology)
     masks = local.allgather(usable_cores())
-    if _chosen is None and (core := core_to_keep_to(local.rank, masks)) is not None:
-        keep_to_core(core)  # ranks of another world, which are not in `masks`, might choose the same core
+    is_whole = comm.size == mpi.COMM_WORLD.size  # or ranks that are not in `masks` might choose the same core
+    if is_whole and (core := core_to_keep_to(local.rank, masks)) is not None:
+        keep_to_core(core)
     threads, reason = _set_threads(num_threads, masks)
     local.Free()
     return Started(comm, topology, library, threads, reason)
 
 
 def communicator_of_world(mpi: Any) -> Any:
-    """Return the communicator of this process's world; local. MPI runs."""
-    return mpi.COMM_WORLD if _chosen is None else _chosen
+    """Return the communicator of this process's world, or of all ranks before it has one; local. MPI runs."""
+    return mpi.COMM_WORLD if _world is None else _world
 
 
-def _communicator_of_world(mpi: Any, given: Any, limit: float) -> Any:
-    """Return the communicator of the world, a duplicate of the user's if one is given; collective over it."""
-    global _chosen
-    if given is None:
-        return communicator_of_world(mpi)
-    if not isinstance(given, mpi.Intracomm) or given == mpi.COMM_NULL:
+def _join_world(mpi: Any, given: Any, timeout: float | None) -> Any:
+    """Return the communicator of this process's world; collective over it at the first call, else local.
+
+    Args:
+        mpi: The module `mpi4py.MPI`, initialised.
+        given: The user's communicator, which is duplicated; None for the world there is, or else all ranks.
+        timeout: Time limit in seconds for all of its ranks to call this; the job ends then.
+    """
+    global _world
+    if given is not None and (not isinstance(given, mpi.Intracomm) or given == mpi.COMM_NULL):
         name = "COMM_NULL" if isinstance(given, mpi.Comm) and given == mpi.COMM_NULL else type(given).__name__
         raise TypeError(f"comm: expected an mpi4py intracommunicator that has this rank, got {name}")
-    if _chosen is None and not exits.belongs_to_a_world():
-        if not wait_until(given.Ibarrier().Test, Backoff(0, 1e-4, 0.02), limit):
-            raise LaunchError(
-                f"comm: not all of its {counted(given.size, 'rank')} have called init_process_group(comm=...) "
-                f"within {limit:g} seconds"
+    if _world is None:
+        comm = mpi.COMM_WORLD if given is None else given
+        limit = waiting_limit(None) if timeout is None else timeout
+        if not wait_until(comm.Ibarrier().Test, Backoff(0, 1e-4, 0.02), limit or None):
+            ranks = counted(comm.size, "rank")
+            exits.end_job(
+                1, f"init_process_group: not all of {ranks} have called it, with one comm, within {limit:g} seconds"
             )
-        _chosen = given.Dup()
-    world = communicator_of_world(mpi)
-    if mpi.Comm.Compare(given, world) not in (mpi.IDENT, mpi.CONGRUENT):
+        _world = comm if given is None else comm.Dup()
+    elif given is not None and mpi.Comm.Compare(given, _world) not in (mpi.IDENT, mpi.CONGRUENT):
+        ranks = "in another order" if given.size == _world.size else f"got {counted(given.size, 'rank')}"
         raise CommunicatorError(
-            "comm: expected the ranks of the world that this process belongs to already, of "
-            f"{counted(world.size, 'rank')}, got {counted(given.size, 'rank')}; for groups of the world's ranks "
-            "use world.new_group(ranks)"
+            f"comm: expected the {counted(_world.size, 'rank')} of the world that this process belongs to already, "
+            f"{ranks}; for groups of the world's ranks use world.new_group(ranks)"
         )
-    return world
+    return _world
 
 
 def _publish_record(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:

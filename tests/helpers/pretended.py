@@ -30,6 +30,7 @@ from axonmpi.backends.connection import connection
 from axonmpi.backends.connection.rounds import Rounds
 from axonmpi.backends.ranks import Parts
 from axonmpi.launch import exit as exits
+from axonmpi.launch import start
 from axonmpi.launch.start import start_mpi
 
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -236,6 +237,7 @@ def pretended_world(sizes: list[int]) -> Iterator[None]:
     claimed = {name: str(world.size) for name in _SIZES if name in os.environ}
     with (
         patch.object(mpi, "COMM_WORLD", world),
+        patch.object(start, "_world", world),
         patch.object(connection, "Rounds", _HeardRounds),
         patch.object(MpiBackend, "_divide", _divide),
         patch.dict(os.environ, claimed),

@@ -34,6 +34,8 @@ records = [record for name in job_names() for record in records_of(name) if reco
 assert len({record.job for record in records}) == 2
 assert sorted((record.rank, record.size) for record in records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 own_rank = own.rank
+reversed_order = own.Split(0, -own.rank)
+refused(ax.errors.CommunicatorError, "already, in another order", lambda: ax.World.init(comm=reversed_order))
 own.Free()  # the world has a duplicate
 if trains:
     model = ax.DDP(torch.nn.Linear(2, 1))
@@ -48,7 +50,7 @@ else:
         total = torch.ones(1)
         group.all_reduce(total)
         everyone.send(torch.full((4, 2), float(everyone.rank // 2 + total.item() / 2)), dest=everyone.rank + 1)
-    refused(ax.errors.CommunicatorError, "already, of 2 ranks, got 4 ranks", lambda: ax.World.init(comm=everyone))
+    refused(ax.errors.CommunicatorError, "belongs to already, got 4 ranks", lambda: ax.World.init(comm=everyone))
 END
 ax.destroy_process_group()
 torch.distributed.init_process_group("axonmpi")  # of the same ranks
@@ -91,13 +93,17 @@ if trains:
     import axonmpi as ax
     if sys.argv[1] == "absent" and everyone.rank == 1:
         everyone.barrier()
-    world = ax.init_process_group(comm=own, timeout=5)
+    forgets = sys.argv[1] == "forgotten" and everyone.rank == 1
+    world = ax.init_process_group(comm=None if forgets else own, timeout=5)
     world.barrier()
-    if sys.argv[1] == "exit":
-        sys.exit(3)
+    if sys.argv[1].isdecimal():
+        sys.exit(int(sys.argv[1]))
     everyone.barrier()
 else:
-    everyone.barrier()
+    if sys.argv[1] == "server":
+        raise KeyError("lost")
+    if sys.argv[1] != "85":
+        everyone.barrier()
     print("served")
 """
 
@@ -106,12 +112,17 @@ else:
     ("fault", "code", "message"),
     [
         ("none", 0, ""),
-        ("exit", 3, "has ended with exit code 3 while other ranks go on, and ends the job"),
-        ("absent", 1, "comm: not all of its 2 ranks have called init_process_group(comm=...) within 5 seconds"),
+        ("3", 3, "has ended with exit code 3 while other ranks may go on, and ends the job"),
+        ("85", 85, ""),
+        ("server", 1, "KeyError: 'lost'"),
+        ("forgotten", 1, "ranks have called it, with one comm, within 5 seconds"),
+        ("absent", 1, "init_process_group: not all of 2 ranks have called it, with one comm, within 5 seconds"),
     ],
 )
-def test_others_of_the_job_are_programs_of_mpi4py(fault, code, message) -> None:
-    done = launch(3, PLAIN_SERVER, fault, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
+def test_others_of_the_job_are_programs_of_mpi4py(fault, code, message, tmp_path) -> None:
+    program = tmp_path / "serve.py"
+    program.write_text(PLAIN_SERVER)
+    done = launch(3, "-m", "mpi4py", program, fault, timeout=limit(60), env={"OMP_NUM_THREADS": "1"})
     assert (done.timed_out, done.leftover, done.returncode) == (False, (), code), done.stderr
     assert message in done.stderr
-    assert done.stdout.count("served") == (fault == "none")
+    assert done.stdout.count("served") == (code in (0, 85))
