@@ -176,13 +176,11 @@ def _join_world(mpi: Any, given: Any, timeout: float | None) -> Any:
         comm = mpi.COMM_WORLD if given is None else given
         limit = waiting_limit(None) if timeout is None else timeout
         if not wait_until(comm.Ibarrier().Test, Backoff(0, 1e-4, 0.02), limit or None):
-            ranks = counted(comm.size, "rank")
-            exits.end_job(
-                1, f"init_process_group: not all of {ranks} have called it, with one comm, within {limit:g} seconds"
-            )
+            some = f"not all of {counted(comm.size, 'rank')} have called it, with one comm, in {limit:g} s"
+            exits.end_job(1, f"init_process_group: {some}")
         _world = comm if given is None else comm.Dup()
     elif given is not None and mpi.Comm.Compare(given, _world) not in (mpi.IDENT, mpi.CONGRUENT):
-        ranks = "in another order" if given.size == _world.size else f"got {counted(given.size, 'rank')}"
+        ranks = "in its order" if given.size == _world.size else f"got {counted(given.size, 'rank')}"
         raise CommunicatorError(
             f"comm: expected the {counted(_world.size, 'rank')} of the world that this process belongs to already, "
             f"{ranks}; for groups of the world's ranks use world.new_group(ranks)"

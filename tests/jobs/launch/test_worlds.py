@@ -35,7 +35,7 @@ assert len({record.job for record in records}) == 2
 assert sorted((record.rank, record.size) for record in records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 own_rank = own.rank
 reversed_order = own.Split(0, -own.rank)
-refused(ax.errors.CommunicatorError, "already, in another order", lambda: ax.World.init(comm=reversed_order))
+refused(ax.errors.CommunicatorError, "already, in its order", lambda: ax.World.init(comm=reversed_order))
 own.Free()  # the world has a duplicate
 if trains:
     model = ax.DDP(torch.nn.Linear(2, 1))
@@ -115,8 +115,8 @@ else:
         ("3", 3, "has ended with exit code 3 while other ranks may go on, and ends the job"),
         ("85", 85, ""),
         ("server", 1, "KeyError: 'lost'"),
-        ("forgotten", 1, "ranks have called it, with one comm, within 5 seconds"),
-        ("absent", 1, "init_process_group: not all of 2 ranks have called it, with one comm, within 5 seconds"),
+        ("forgotten", 1, "ranks have called it, with one comm, in 5 s"),
+        ("absent", 1, "init_process_group: not all of 2 ranks have called it, with one comm, in 5 s"),
     ],
 )
 def test_others_of_the_job_are_programs_of_mpi4py(fault, code, message, tmp_path) -> None:
