@@ -173,10 +173,11 @@ class _Job:
 
     def join(self, comm: Any) -> None:
         """Belong to the world of a communicator, which may be a part of the job."""
+        rank, size = comm.Get_rank(), comm.Get_size()
         self.comm = comm
-        self.is_part = comm.size < self.size
-        if self.is_part or comm.rank != self._rank:
-            self._name = f"[rank {comm.rank} of {comm.size}, rank {self._rank} of MPI] "
+        self.is_part = size < self.size
+        if self.is_part or rank != self._rank:
+            self._name = f"[rank {rank} of {size}, rank {self._rank} of MPI] "
 
     # ---- the ways to end ------------------------------------------------------------------------------------
 
