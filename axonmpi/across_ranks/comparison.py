@@ -1,4 +1,4 @@
-"""`same_on_all_ranks` for arguments; `first_rank_does` and `raised_on_all` for an error of one rank.
+"""Arguments compared over the ranks (`same_on_all_ranks`), and one rank's error raised on all.
 
     raised_on_all       a block whose TypeError or ValueError on any rank is raised on all
     first_rank_does     a function of rank 0: all ranks return its result, or raise its error

@@ -5,7 +5,7 @@ unit of the model (a block, say) is gathered while it computes, and its gradient
 one node compute with one copy in shared memory and gather nothing.
 
 Read `wrapper.py` (the public class), `flat_parameter.py` (shards and buffers) and `runtime.py` (forward and
-backward, with the states in `clock.py`) first. Files import `wrapping`, `collectives`, `groups`, `backends` and
+backward, with the states in `clock.py`) first. Files import `wrapping`, `across_ranks`, `groups`, `backends` and
 packages below these.
 """
 

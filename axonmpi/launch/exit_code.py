@@ -1,4 +1,4 @@
-"""The exit code with which this process is about to end, observed for `exit.py`.
+"""Observation of the exit code that a program chooses, before its process ends; `exit.py` acts on it.
 
 A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank must know its
 exit code before the process ends, and Python has no interface for that: programs and libraries raise SystemExit and

@@ -1,4 +1,4 @@
-"""Batches, micro-batches and their losses."""
+"""A batch split into micro-batches, their outputs joined, and the weights of their losses."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 `parallel_cross_entropy`. Outputs and gradients equal the undivided model's.
 
 Read first: `shards.py` (the rows of a parameter on each rank), `regions.py` (the collectives between layers), then
-`layers/linear.py`. `parallelize.py` divides models. The package imports `autograd`, `collectives`, `groups`
+`layers/linear.py`. `parallelize.py` divides models. The package imports `autograd`, `across_ranks`, `groups`
 and packages below them, and not `ddp`, `fsdp` or `pipeline`.
 """
 

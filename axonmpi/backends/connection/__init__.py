@@ -1,1 +1,1 @@
-"""The collectives of CPUs: shared memory on each node, MPI between the nodes."""
+"""Data paths of collectives on the CPU: shared memory on each node, MPI between the nodes."""

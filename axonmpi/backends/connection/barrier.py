@@ -1,4 +1,4 @@
-"""A barrier for the ranks of a node, in shared memory.
+"""The barrier of a node: pages by which its ranks see who has arrived; `counters.py` has the waiting.
 
 Each rank has a page with a counter of the barriers that it has reached, on a cache line of its own:
 

@@ -1,1 +1,1 @@
-"""Collectives and messages by the MPI library."""
+"""The backend of MPI ranks: its collectives go through `connection`, its messages by the MPI library."""

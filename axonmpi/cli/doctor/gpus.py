@@ -1,4 +1,4 @@
-"""CUDA, NCCL, and the GPU of each rank."""
+"""Lines of `axonmpi doctor` on CUDA, NCCL, and the GPU that each rank has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks: their nodes, cores and threads, and the skew of their clocks."""
+"""Lines of `axonmpi doctor` on the ranks: their nodes, cores and threads, and the skew of their clocks."""
 
 from __future__ import annotations
 
