@@ -1,4 +1,4 @@
-"""Checks that a wrapper makes of its model: the same on all ranks, complete, and not sharded by another.
+"""Checks that a wrapper makes of its model: the same on all ranks, without layers that cannot be distributed.
 
 Ranks whose models differ would average gradients of different parameters; ranks whose arguments differ would wait
 for reductions that the others do not make.
