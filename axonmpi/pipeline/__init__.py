@@ -5,7 +5,8 @@ cuts a model into stages. A schedule is data, a list of actions for each rank, s
 drawn without a run. Gradients equal those of one process with the full batch.
 
 Read first: `schedule/actions.py` (the actions), `schedule/schedules.py` (the schedules), then `pipeline.py`. The
-folder `runtime/` executes actions. The package imports `wrapping`, `across_ranks`, `groups` and packages below them.
+folder `runtime/` executes actions. The package imports `wrapping`, `across_ranks`, `groups` and packages below
+these.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ they become complete (`gradient_hooks.py`), and compares the ranks' training ste
 which a rank has a shard are tensors that refuse functions of the full tensor (`shard_tensors.py`, by the
 classification in `elementwise.py`); `optimizer_hooks.py` shows torch's optimizers ordinary tensors during a step.
 
-Read `gradient_hooks.py` and `shard_tensors.py` first. Files import `across_ranks`, `groups`, `backends` and packages
-below these.
+Read `gradient_hooks.py` and `shard_tensors.py` first. Files import `across_ranks`, `groups`, `backends` and
+packages below these.
 """
