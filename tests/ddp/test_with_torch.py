@@ -277,7 +277,7 @@ def test_nan_in_the_gradient_of_a_rank_is_told_with_its_number(world, wrap):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # used by torch itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # used by torch itself
 def test_transforms_of_functions(model):
     inputs, direction = (batch_of(model, index)[0] for index in range(2))
     found, expected = (torch.func.jvp(each, (inputs,), (direction,)) for each in (model, model.module))
