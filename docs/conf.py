@@ -1,6 +1,8 @@
 """Settings of Sphinx for these pages: `sphinx-build -W -b html docs docs/_build`."""
 
+import json
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 project = "axonmpi"
 release = version_of("axonmpi")
@@ -27,3 +29,21 @@ html_show_copyright = False
 html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["code.css"]
+
+SINCE = {
+    name: version
+    for version, names in json.loads(Path(__file__).with_name("since.json").read_text(encoding="utf-8")).items()
+    for name in names
+}
+"""The version since which each entry of api.md is there."""
+
+
+def add_version(app, what, name, obj, options, lines):
+    """Add the version to an entry's docstring."""
+    if name in SINCE:
+        lines += ["", f".. versionadded:: {SINCE[name]}"]
+
+
+def setup(app):
+    """Connect the function above to Sphinx."""
+    app.connect("autodoc-process-docstring", add_version)

@@ -86,7 +86,7 @@ def load_checkpoint(
         optimizer: Its state and options are loaded in place.
         scheduler: A learning-rate schedule, or another object with `load_state_dict()`; None leaves its state out.
         scaler: A loss scaler; otherwise as `scheduler`.
-        sampler: A sampler; otherwise as `scheduler`.
+        sampler: A sampler, or a `StatefulDataLoader`; otherwise as `scheduler`.
         strict: Raise for names that only the model or only the file has.
         dtype: Floating-point values of the model are rounded to this dtype before they are converted to the
             model's own dtypes. None means no rounding.

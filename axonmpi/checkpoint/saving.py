@@ -82,7 +82,8 @@ def save_checkpoint(
         epoch: Number of the epoch.
         scheduler: A learning-rate schedule, or another object with `state_dict()` that is the same on all ranks.
         scaler: A loss scaler; otherwise as `scheduler`.
-        sampler: A sampler, such as `DistributedSampler`; otherwise as `scheduler`.
+        sampler: A sampler, such as `DistributedSampler`, or a `StatefulDataLoader` with one; rank 0's state is
+            saved.
         extra: Further values: None, numbers, texts, small tensors, and lists, tuples and dicts of these.
         blocking: Return when the checkpoint is complete. If False, return at once: parameters and the optimizer's
             state are copied while forward and backward run, and `optimizer.step()` waits for the copy. Without an
@@ -166,7 +167,7 @@ def versions_here() -> dict[str, str]:
         own = metadata.version("axonmpi")
     except metadata.PackageNotFoundError:  # its folder is on PYTHONPATH
         own = "unknown"
-    return {"axonmpi": own, "torch": metadata.version("torch"), "python": platform.python_version()}
+    return {"axonmpi": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The entry point that torch calls at the end of `import torch`: it registers "axonmpi" with `torch.distributed`.
 
-This file is installed a second time beside the package, as `axonmpi_autoload`, which the entry point names. It
-imports neither `axonmpi` nor mpi4py, and it never raises, since that would break `import torch`. All other files
-are imported when a program asks for the backend.
+The entry point names `axonmpi_autoload`, a module beside the package that runs this file. It imports neither
+`axonmpi` nor mpi4py, and it never raises, since that would break `import torch`. All other files are imported when
+a program asks for the backend.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ operations run on the caller's thread if none is under way, asynchronous operati
 order of the calls; Python's lock is released during all waits for other ranks. The thread is not the worker of the
 backend's `async_op`: torch's futures have to be completed by the thread that runs an operation, once its results
 are in the caller's tensors. Checks, comparisons and sums are the backend's. The names are torch's, with the older
-names that torch 2.11 calls.
+names of torches before 2.13.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ def _plain(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=tensor.dtype).set_(
             memory, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
-    return tensor.detach()
+    return tensor if tensor.is_sparse else tensor.detach()  # a detached sparse tensor has elements of its own
+
+
+def _is_asynchronous(options: Any) -> bool:
+    """Return True if the caller gets a handle, as always before torch 2.8, whose options do not say; local."""
+    return bool(getattr(options, "asyncOp", True))
 
 
 def _in_turn(operations: Sequence[Callable[[], object]]) -> None:
@@ -109,12 +114,12 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Run `operation(*args)` now, or on the group's thread."""
         self._sequence += 1
-        worker = self._worker
-        if worker.started == worker.ended and not options.asyncOp:
+        worker, is_asynchronous = self._worker, _is_asynchronous(options)
+        if worker.started == worker.ended and not is_asynchronous:
             operation(*args)
             return _DONE
         work = self._start(name, tensors, partial(operation, *args))
-        if not options.asyncOp:
+        if not is_asynchronous:
             work.wait()
         return work
 
@@ -137,7 +142,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce one tensor over all ranks, in place; collective."""
         tensor = tensors[0]
         # Latency counts for a small blocking all-reduce.
-        if opts.asyncOp or tensor.requires_grad or tensor.is_inference():
+        if _is_asynchronous(opts) or tensor.requires_grad or tensor.is_inference():
             tensor = _plain(tensor)
         # Without a partial, which would take a noticeable part of the time.
         return self._run(
@@ -261,7 +266,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
             CollectiveTimeoutError: With a time-out in the options, from the blocking form.
         """
         limit = opts.timeout.total_seconds()
-        if limit <= 0 or opts.asyncOp:
+        if limit <= 0 or _is_asynchronous(opts):
             return self._run("barrier", opts, (), self._backend.barrier)
         work = self._start("barrier", (), self._backend.barrier)
         work.wait(opts.timeout)
@@ -269,7 +274,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @skip_in_compile
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; collective. Programs call it on a group of gloo, the only other one that has it.
+        """Wait for all ranks, as gloo's method of this name; collective.
 
         Args:
             timeout: Limit; None for the group's.
@@ -278,13 +283,11 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         Raises:
             CollectiveTimeoutError: A rank did not come in time.
         """
-        options = BarrierOptions()
-        options.asyncOp = False
         limit = self._timeout if timeout is None else timeout
-        self._run("monitored_barrier", options, (), self._barrier_within, limit)
+        self._start("monitored_barrier", (), partial(self._barrier_within, limit)).wait()
 
     def _barrier_within(self, limit: timedelta) -> None:
-        # The backend's own limit: its error names the late ranks, unlike that of a wait for the group's thread.
+        # A limit of the backend, since its error names the late ranks; a wait for the group's thread cannot.
         self._backend.set_timeout(limit)
         try:
             self._backend.barrier()
@@ -311,7 +314,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _message(self, work: Work, tensors: Sequence[Tensor]) -> TorchWork:
         return TorchWork(work, tensors, self._backend.timeout, may_wait_beside=self._backend.allows_threads)
 
-    # ---- the names of torch 2.11 --------------------------------------------------------------------------
+    # ---- the names before torch 2.13 ----------------------------------------------------------------------
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -26,8 +26,7 @@ class Launcher:
     """One launcher's variables in this process.
 
     Attributes:
-        name: The launcher: `"Open MPI"`, `"MVAPICH"`, `"Intel MPI"`, `"MPICH"`, `"PMI"` (another one with the same
-            variables), `"PMIx"`, `"Slurm"`, `"torchrun"`, or `"RANK/WORLD_SIZE"` set by something else.
+        name: The launcher, as in `CONVENTIONS`.
         rank: Number of the process; None if not set, as for the next three.
         size: Number of processes.
         local_rank: Number of the process on its node.
@@ -42,10 +41,28 @@ class Launcher:
     local_size: int | None
     variables: tuple[tuple[str, str], ...]
 
+    def contradicts(self, other: Launcher) -> bool:
+        """Return True if the ranks or the sizes of two launchers are both known and differ; local."""
+        pairs = ((self.rank, other.rank), (self.size, other.size))
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
 
 @dataclass(frozen=True)
-class _Convention:
-    """Names of one launcher's variables; `size` identifies the launcher, or `rank` if it has no size."""
+class Convention:
+    """The names of a launcher's variables, and how it goes with other launchers.
+
+    Attributes:
+        name: The launcher: an MPI library with its own `mpirun`, another command, a protocol (PMI, PMIx) of any
+            launcher, or `"RANK/WORLD_SIZE"` for variables set by hand.
+        rank: Variable with the rank.
+        size: Variable with the number of ranks. None, here and below: the launcher has no such variable.
+        local_rank: Variable with the rank's number on its node.
+        local_size: Variable with the number of ranks of the node.
+        requires: Variable that tells this launcher from others with the same variables; None if no other has them.
+        key: Variable that has to be a number; empty: `size`, or `rank` without a size.
+        sets: Names of launchers whose variables this one sets as well, to the same numbers.
+        inside: Names of launchers that may be around this one; their numbers are those of daemons or of a shell.
+    """
 
     name: str
     rank: str
@@ -53,86 +70,151 @@ class _Convention:
     local_rank: str | None = None
     local_size: str | None = None
     requires: str | None = None
-    unless: tuple[str, ...] = ()
+    key: str = ""
+    sets: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
-_CONVENTIONS = (
-    _Convention(
+_STEPS = ("PALS", "Flux", "jsrun", "ParaStation", "PMI", "PMIx", "Slurm")
+"""Launchers of a system, in whose jobs and shells people start an `mpirun` of their own."""
+
+CONVENTIONS = (
+    Convention(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        sets=("PRRTE", "PMIx"),
+        inside=_STEPS,
     ),
-    _Convention(
+    Convention(
         "MVAPICH",
         "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
+        inside=_STEPS,
     ),
-    _Convention("Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", requires="I_MPI_MPIRUN"),
-    _Convention(
+    Convention(
+        "Intel MPI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        requires="I_MPI_MPIRUN",
+        sets=("MPICH",),
+        inside=_STEPS,
+    ),
+    Convention(
         "MPICH",
         "PMI_RANK",
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         requires="MPI_LOCALRANKID",
-        unless=("I_MPI_MPIRUN",),
+        inside=_STEPS,
     ),
-    _Convention("PMI", "PMI_RANK", "PMI_SIZE", unless=("MPI_LOCALRANKID", "I_MPI_MPIRUN")),
-    _Convention("PMIx", "PMIX_RANK", unless=("OMPI_COMM_WORLD_SIZE",)),
-    # Under mpirun, Slurm's variables describe the daemons that mpirun has started through srun.
-    _Convention(
-        "Slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        unless=("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK"),
+    Convention("PRRTE", "PMIX_RANK", requires="PRTE_LAUNCHED", sets=("PMIx",), inside=_STEPS),
+    Convention(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+        sets=("Open MPI", "PRRTE", "PMIx"),
     ),
-    _Convention("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", requires="TORCHELASTIC_RUN_ID"),
-    _Convention(
-        "RANK/WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", unless=("TORCHELASTIC_RUN_ID",)
+    Convention(
+        "Flux",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        sets=("PALS", "PMI", "PMIx"),
+        inside=("PALS", "jsrun", "ParaStation", "Slurm"),
     ),
+    Convention(
+        "PALS",
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PALS_LOCAL_SIZE",
+        key="PALS_RANKID",
+        sets=("PMI", "PMIx"),
+        inside=("Slurm",),
+    ),
+    Convention(
+        "ParaStation",
+        "PMI_RANK",
+        "PMI_SIZE",
+        requires="PSP_SMP_NODE_ID",
+        sets=("PMI", "PMIx"),
+        inside=("Slurm",),
+    ),
+    Convention("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", inside=("Slurm",)),
+    Convention("PMIx", "PMIX_RANK"),
+    # Its plugin cray_shasta sets the variables of PALS and of PMI.
+    Convention("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", sets=("PALS",)),
+    Convention(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        requires="TORCHELASTIC_RUN_ID",
+        sets=("RANK/WORLD_SIZE",),
+    ),
+    Convention("RANK/WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
+"""The launchers that are known. Variables of PBS and LSF, such as PBS_TASKNUM, number no ranks of MPI."""
+_BY_NAME = {convention.name: convention for convention in CONVENTIONS}
 
 _OWN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "I_MPI_MPIRUN"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEPID", "SLURM_GTIDS", "SLURM_TASK_PID"),
     *("SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_LAUNCH_NODE_IPADDR"),
+    # Others of PALS are settings of its `mpiexec`; PBS_TASKNUM and the like are read by an `mpirun` built for PBS.
+    *("PALS_RANKID", "PALS_NODEID", "PALS_APID", "PALS_APINFO", "PALS_SPOOL_DIR", "PSP_SMP_NODE_ID", "PSI_APPNUM"),
     *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", PARENT_RANK),
 }
 _OWN_PREFIXES = (
     *("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "PRRTE_", "HYDI_", "MV2_COMM_WORLD_"),
     *("SLURM_STEP_", "SLURM_PMI", "TORCHELASTIC_"),
+    *("PALS_LOCAL_", "FLUX_JOB_", "FLUX_TASK_", "FLUX_PMI_", "JSM_NAMESPACE_"),
 )
 # Variables that a user sets, or that hold for the next job as well.
 _KEPT_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
 def detect_launchers(env: Mapping[str, str] | None = None) -> list[Launcher]:
-    """Find the launchers whose variables are set, the MPI launchers first; local.
+    """Find the launchers of this process, the MPI launchers first; local.
+
+    The result has no launcher that is around another of the result. So two whose numbers differ contradict each
+    other, unless one is torchrun, which may run inside any.
 
     Args:
         env: Environment variables, `None` for this process's own. Values that are no numbers count as not set.
     """
     variables = os.environ if env is None else env
-    found = (_recognise(convention, variables) for convention in _CONVENTIONS)
-    return [launcher for launcher in found if launcher is not None]
+    seen = [launcher for convention in CONVENTIONS if (launcher := _recognise(convention, variables))]
+    jobs = [one for one in seen if not any(_sets(other, one) for other in seen)]
+    around = {name for launcher in jobs for name in _BY_NAME[launcher.name].inside}
+    return [launcher for launcher in jobs if launcher.name not in around]
 
 
-def _recognise(convention: _Convention, env: Mapping[str, str]) -> Launcher | None:
+def _sets(launcher: Launcher, other: Launcher) -> bool:
+    """Return True if a launcher has set another's variables."""
+    return other.name in _BY_NAME[launcher.name].sets and not launcher.contradicts(other)
+
+
+def _recognise(convention: Convention, env: Mapping[str, str]) -> Launcher | None:
     if convention.requires is not None and convention.requires not in env:
         return None
-    if any(name in env for name in convention.unless):
-        return None
     names = (convention.rank, convention.size, convention.local_rank, convention.local_size)
-    rank, size, local_rank, local_size = (number_in(env, name) for name in names)
-    if (rank if convention.size is None else size) is None:
+    if number_in(env, convention.key or convention.size or convention.rank) is None:
         return None
     seen = tuple((name, env[name]) for name in (*names, convention.requires) if name is not None and name in env)
+    rank, size, local_rank, local_size = (number_in(env, name) for name in names)
     return Launcher(convention.name, rank, size, local_rank, local_size, tuple(dict.fromkeys(seen)))
 
 
@@ -150,8 +232,8 @@ def missing_of_torchrun(env: Mapping[str, str] | None = None) -> list[str]:
 
 def launched_ranks(env: Mapping[str, str] | None = None) -> int:
     """Return the number of ranks that the launchers' variables give, 1 without a launcher; local."""
-    launchers = detect_launchers(env)
-    return max((max(launcher.size or 1, (launcher.rank or 0) + 1) for launcher in launchers), default=1)
+    numbers = ((one.size or 1, (one.rank or 0) + 1, one.local_size or 1) for one in detect_launchers(env))
+    return max(map(max, numbers), default=1)
 
 
 def is_first_launched(env: Mapping[str, str] | None = None) -> bool:

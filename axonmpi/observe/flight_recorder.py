@@ -27,12 +27,13 @@ _NAMES = {
     "reduce_scatter": "_reduce_scatter_base",
     "reduce_scatter_into": "_reduce_scatter_base",
     **dict.fromkeys(("scan", "exscan", "reverse_scan", "reverse_exscan"), "all_reduce"),
+    "exchange_rows": "all_to_all",
     "split": "barrier",
     "partition": "barrier",
     "symmetric_empty": "barrier",
     "node_empty": "barrier",
 }
-"""Names that torchfrtrace knows, for operations with other names here; it has no name for scans."""
+"""Names that torchfrtrace knows, for operations with other names here; it has none for scans and exchanges."""
 
 Members = Mapping[int, Mapping[int, int]]
 """World ranks of each group: by the group's key, then by the number in the group."""

@@ -22,7 +22,7 @@ from axonmpi.train.trainer import Trainer
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_ELSEWHERE = {
-    "cluster.md": "tests/jobs/nodes/test_host_files.py",
+    "cluster.md": "tests/jobs/nodes/test_host_files.py and tests/docs/test_offline.py",
     "slurm.md": "tests/jobs/slurm",
     "testing.md": "tests/testing/plugin/test_real_plugin.py",
 }
@@ -37,7 +37,7 @@ QUICK = [
 ]
 """Further arguments of the trainer's commands on pages, so that they take seconds."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
-OF_OTHERS = re.compile(r"^(?:from|import) (accelerate|lightning)\b", re.MULTILINE)
+OF_OTHERS = re.compile(r"^(?:from|import) (accelerate|lightning|torchdata)\b", re.MULTILINE)
 """Packages of the extra `interop`: programs that need them run if they are installed."""
 
 
@@ -71,11 +71,10 @@ def programs_of(page: Path) -> list[tuple[int, int, str]]:
     files = {fence.file_name: fence.code for fence in fences_of(page)}
     for fence, ranks, words in commands_of(page):
         if words[0] == "python" and words[1] in files:
-            if all(map(find_spec, OF_OTHERS.findall(files[words[1]]))):
-                found.append((ranks, fence.line, files[words[1]]))
+            found.append((ranks, fence.line, files[words[1]]))
         elif words[:2] == ["axonmpi", "doctor"]:
             found.append((ranks, fence.line, "from axonmpi.cli import main\nassert main(['doctor']) == 0\n"))
-    return found
+    return [program for program in found if all(map(find_spec, OF_OTHERS.findall(program[2])))]
 
 
 def commands_of(page: Path) -> list[tuple[Fence, int, list[str]]]:

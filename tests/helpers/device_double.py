@@ -35,10 +35,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axonmpi.backends import MockBackend
 from axonmpi.errors import CollectiveTimeoutError
 from axonmpi.utils.device import Device
+from axonmpi.utils.torch_internals import plain_tensors
 
 CPU = torch.device("cpu")
-OWN_REFERENCES = 1
-"""What torch's count of a storage's users is above the tensors that use it."""
+
+
+def _own_references() -> int:
+    """Return what torch's count of a storage's users is above the tensors that use it; torches differ."""
+    tensor = torch.zeros(1)
+    key = tensor.untyped_storage()._cdata
+    return int(torch._C._storage_Use_Count(key)) - 1
+
+
+OWN_REFERENCES = _own_references()
 _thread = threading.local()
 _numbers = itertools.count(1)
 _gpus: weakref.WeakKeyDictionary[Any, list["Gpu"]] = weakref.WeakKeyDictionary()
@@ -547,7 +556,8 @@ class _Watch(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return self._gpu.compute(func, args, kwargs or {})
+        with plain_tensors():  # memory is that of a part, whatever whole its tensor shows
+            return self._gpu.compute(func, args, kwargs or {})
 
 
 @cache

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from helpers import numpy_reference as reference
 from helpers.compare import assert_equal, refused
 
+from axonmpi.cli.bench.harness.torch_groups import all_gather_flat, reduce_scatter_flat
+
 SEED = int(sys.argv[1])
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -63,7 +65,7 @@ def reductions(group, members: list[int]) -> None:
             check_form = partial(check, group, forms=FORMS[number % 2 :][:1])
             check_form(expected, dist.all_reduce, own(me, dtype), op)
             check_form(on_root, dist.reduce, own(me, dtype), members[-1], op)
-            check_form(part, dist.reduce_scatter_single, result, given, op)
+            check_form(part, reduce_scatter_flat, result, given, op)
             check_form(part, dist.reduce_scatter, result, list(given.tensor_split(size)), op)
     for dtype in (torch.int64, torch.int8):
         own_integers = (torch.arange(-7, 8) * (1 + me)).to(dtype)
@@ -76,8 +78,11 @@ def reductions(group, members: list[int]) -> None:
         check(group, average, dist.reduce_scatter, torch.empty_like(average), parts, dist.ReduceOp.AVG)
     numbers = torch.arange(4.0)
     check(group, size * numbers / 2, dist.all_reduce, numbers, dist._make_nccl_premul_sum(0.5))
-    dist.all_reduce(sparse := torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,)), group=group)
-    assert_equal(sparse.to_dense(), torch.tensor([1.0] * size + [2.0 * size]), "sparse")
+    for is_async in FORMS:
+        sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,))
+        if work := dist.all_reduce(sparse, group=group, async_op=is_async):
+            work.wait()
+        assert_equal(sparse.to_dense(), torch.tensor([1.0] * size + [2.0 * size]), "sparse")
     several = [own(me), own(me, shape=(5,))]
     with dist._coalescing_manager(group):
         for tensor in several:
@@ -95,8 +100,8 @@ def copies(group, members: list[int]) -> None:
         empty = [torch.empty(SHAPE, dtype=dtype) for _ in members]
         check(group, [own(each, dtype) for each in members], dist.all_gather, empty, own(me, dtype))
     stacked, strided = torch.stack(everyone), torch.empty(*reversed(SHAPE), size).permute(2, 1, 0)
-    check(group, stacked, dist.all_gather_single, torch.empty(size, *SHAPE), own(me))
-    check(group, stacked, dist.all_gather_single, strided, own(me).T.contiguous().T)
+    check(group, stacked, all_gather_flat, torch.empty(size, *SHAPE), own(me))
+    check(group, stacked, all_gather_flat, strided, own(me).T.contiguous().T)
     check(group, own(me), dist.scatter, torch.empty(SHAPE), everyone if rank == 0 else None, members[0])
     gathered = [torch.empty(SHAPE) for _ in members] if rank == 0 else None
 
@@ -215,7 +220,7 @@ def refusals() -> None:
     refused(
         (ValueError, TypeError, RuntimeError),
         (lambda: dist.all_gather([torch.empty(1)], torch.empty(1)), f"expected a list of {size}"),
-        (lambda: dist.all_gather_single(torch.empty(1), torch.empty(3)), "sizes do not fit"),
+        (lambda: all_gather_flat(torch.empty(1), torch.empty(3)), "sizes do not fit"),
         (lambda: dist.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1)), "equal parts"),
         (lambda: dist.all_gather([torch.empty(1)], torch.empty(1), async_op=True), f"expected a list of {size}"),
         (lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG), "AVERAGE needs"),

@@ -22,6 +22,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+# Their names since torch 2.13, and before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+functional_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+functional_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 
 def model(width: int = 32) -> nn.Sequential:
     torch.manual_seed(1)
@@ -110,8 +116,8 @@ def functional(rank: int, size: int) -> list[torch.Tensor]:
     own = torch.arange(float(4 * size)) + rank
     return [
         funcol.all_reduce(own, "sum", group),
-        funcol.all_gather_single(own, 0, group),
-        funcol.reduce_scatter_single(own, "sum", 0, group),
+        functional_gather(own, 0, group),
+        functional_scatter(own, "sum", 0, group),
         funcol.all_to_all_single(own, None, None, group),
         funcol.broadcast(own, 0, group),
     ]
@@ -165,8 +171,8 @@ def begun_in_one_function_and_awaited_in_another(rank: int, size: int) -> list[t
         in_place(dist.all_reduce),
         in_place(dist.broadcast, size - 1),
         into(dist.all_to_all_single, length),
-        into(dist.all_gather_single, length * size),
-        into(dist.reduce_scatter_single, length // size),
+        into(all_gather, length * size),
+        into(reduce_scatter, length // size),
     ):
         works: list[dist.Work] = []
         own = (torch.arange(float(length)) * (rank + 1)).requires_grad_()
@@ -191,7 +197,7 @@ def compiled(rank: int, size: int) -> list[torch.Tensor]:
     @torch.compile(fullgraph=True)
     def step(own: torch.Tensor) -> torch.Tensor:
         total = funcol.all_reduce(own * 2, "sum", group)
-        return funcol.all_gather_single(total + own, 0, group).sin()
+        return functional_gather(total + own, 0, group).sin()
 
     wrapped = DistributedDataParallel(torch.compile(model()))
     losses = train(wrapped, torch.optim.SGD(wrapped.parameters(), 1e-2), rank, steps=2)

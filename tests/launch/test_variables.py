@@ -7,6 +7,7 @@ import pytest
 from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol, check_room
 from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
 from axonmpi.launch.launcher_variables import (
+    CONVENTIONS,
     PARENT_RANK,
     child_environment,
     detect_launchers,
@@ -42,8 +43,40 @@ TORCHRUN = {
     "MASTER_ADDR": "n7",
     "MASTER_PORT": "29500",
 }
+PBS = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": "/var/spool/pbs/aux/7.pbs", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"}
+LSF = {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "8", "LSB_MCPU_HOSTS": "n1 4 n2 4", "LS_JOBPID": "99"}
+CRAY_PMI = {**PMI, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PMI_UNIVERSE_SIZE": "8", "PMI_CONTROL_PORT": "3"}
+PALS_TASK = {"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_APID": "a", "PALS_APINFO": "/f", "PALS_SPOOL_DIR": "/d"}
+PALS_LOCAL = {**PALS_TASK, "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+PALS = {**PBS, **PALS_LOCAL, **CRAY_PMI}
+PALS_PMIX = {**PBS, **PALS_LOCAL, **PMIX, "PALS_PMI": "pmix"}
+SRUN_CRAY = {**SLURM, **PALS_TASK, "PALS_LOCAL_RANKID": "1", **CRAY_PMI}
+FLUX_TASK = {"FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
+FLUX = {**FLUX_TASK, **PMI, "PMI_FD": "11", "FLUX_JOB_ID": "f7", "FLUX_URI": "local:///run/flux/local"}
+PRRTE = {**PMIX, "PRTE_LAUNCHED": "1"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+    **OPEN_MPI,
+    **PMIX,
+    **LSF,
+}
+PARASTATION = {**PMI, "PMI_ID": "k", "PMI_UNIVERSE_SIZE": "8", "PMI_APPNUM": "0", "PSP_SMP_NODE_ID": "3"}
 # mpirun in a batch job: Slurm's variables are those of the daemons that mpirun has started, one on each node
 DAEMONS = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+# mpirun in a shell that the system's launcher has started, as its only rank
+SHELL = {
+    "Slurm, pmi2": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    "Slurm, pmix": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
+    "PALS": {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    "Flux": {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    "jsrun": {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1", "PMIX_RANK": "0"},
+    "ParaStation": {"PSP_SMP_NODE_ID": "3", "PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_PROCID": "0"},
+    "PBS": PBS,
+    "LSF": LSF,
+}
 
 FULL = (5, 8, 1, 4)
 RECOGNISED = {
@@ -60,6 +93,32 @@ RECOGNISED = {
     "srun, pmix": ({**PMIX, **SLURM}, [("PMIx", 5, None, None, None), ("Slurm", 5, 8, 1, None)]),
     "srun, none": (SLURM, [("Slurm", 5, 8, 1, None)]),
     "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, []),
+    "pals": (PALS, [("PALS", *FULL)]),
+    "pals, pmix": (PALS_PMIX, [("PALS", 5, None, 1, 4)]),
+    "pals, slurm's leftovers": ({**PALS, **DAEMONS}, [("PALS", *FULL)]),
+    "pals, slurm's leftovers, pmix": ({**PALS_PMIX, **DAEMONS}, [("PALS", 5, None, 1, 4)]),
+    "srun, cray_shasta": (SRUN_CRAY, [("Slurm", 5, 8, 1, None)]),
+    "flux": (FLUX, [("Flux", 5, 8, 1, None)]),
+    "flux, pmix": ({**FLUX_TASK, **PMIX}, [("Flux", 5, 8, 1, None)]),
+    "flux, cray-pals": ({**FLUX_TASK, **PALS_TASK, "PMI_CONTROL_PORT": "3,4"}, [("Flux", 5, 8, 1, None)]),
+    "flux in a slurm job": ({**FLUX, **DAEMONS}, [("Flux", 5, 8, 1, None)]),
+    "flux in a pals job": ({**PALS_TASK, "PALS_RANKID": "1", **FLUX}, [("Flux", 5, 8, 1, None)]),
+    "prrte": (PRRTE, [("PRRTE", 5, None, None, None)]),
+    "prrte in a batch job": ({**PRRTE, **DAEMONS}, [("PRRTE", 5, None, None, None)]),
+    "prrte for open mpi": ({**PRRTE, **OPEN_MPI}, [("Open MPI", *FULL)]),
+    "jsrun": (JSRUN, [("jsrun", *FULL)]),
+    "parastation": (PARASTATION, [("ParaStation", 5, 8, None, None)]),
+    "parastation, srun": ({**PARASTATION, **SLURM}, [("ParaStation", 5, 8, None, None)]),
+    "parastation, srun, pmix": (
+        {**PMIX, **SLURM, "PSP_SMP_NODE_ID": "3"},
+        [("PMIx", 5, None, None, None), ("Slurm", 5, 8, 1, None)],
+    ),
+    "srun in a pbs job": ({**PBS, **SLURM}, [("Slurm", 5, 8, 1, None)]),
+    "intel, srun": ({**PMI, **SLURM, "I_MPI_PMI_LIBRARY": "/usr/lib/libpmi2.so"}, [("PMI", 5, 8, None, None)]),
+    "intel in a batch job": ({**INTEL, **DAEMONS}, [("Intel MPI", *FULL)]),
+    "pbs alone": (PBS, []),
+    "lsf alone": (LSF, []),
+    "torchrun in an srun": ({**TORCHRUN, **DAEMONS}, [("Slurm", 1, 2, 0, None), ("torchrun", *FULL)]),
     "torchrun": (TORCHRUN, [("torchrun", *FULL)]),
     "set by hand": ({"WORLD_SIZE": "2", "RANK": "0"}, [("RANK/WORLD_SIZE", 0, 2, None, None)]),
     "size alone": ({"WORLD_SIZE": "2"}, [("RANK/WORLD_SIZE", None, 2, None, None)]),
@@ -77,10 +136,27 @@ def test_launchers_are_recognised(env, expected):
         assert dict(one.variables).items() <= env.items()
 
 
+@pytest.mark.parametrize("system", SHELL)
+@pytest.mark.parametrize(
+    ("name", "env"), [("Open MPI", OPEN_MPI), ("MVAPICH", MVAPICH), ("MPICH", MPICH), ("Intel MPI", INTEL)]
+)
+def test_the_innermost_launcher_counts(system, name, env):
+    for rank in ("0", "5"):  # rank 0 has the same number by both
+        inside = {**SHELL[system], **{key: rank if value == "5" else value for key, value in env.items()}}
+        assert [(one.name, one.rank, one.size) for one in detect_launchers(inside)] == [(name, int(rank), 8)]
+
+
+def test_every_convention_is_recognised():
+    found = {launcher[0] for _, launchers in RECOGNISED.values() for launcher in launchers}
+    assert found == {convention.name for convention in CONVENTIONS}
+
+
 @pytest.mark.parametrize(
     ("env", "ranks"),
     [
         ({}, 1),
+        (PALS_PMIX, 6),
+        ({**PALS_PMIX, "PALS_RANKID": "0", "PMIX_RANK": "0"}, 4),
         (OPEN_MPI, 8),
         ({**MPICH, **DAEMONS}, 8),
         (SLURM, 8),
@@ -102,11 +178,12 @@ def test_the_process_environment_is_the_default(monkeypatch):
     assert "WORLD_SIZE" not in without_launcher_variables()
 
 
-@pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, {**PMI, **SLURM}, TORCHRUN])
+@pytest.mark.parametrize("env", [env for env, found in RECOGNISED.values() if found])
 def test_nothing_is_recognised_once_launcher_variables_are_taken_away(env):
     kept = without_launcher_variables({**env, PARENT_RANK: "3"})
     assert (detect_launchers(kept), parent_rank(kept)) == ([], None)
-    assert kept.keys() <= {"SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"}
+    settings = {"SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT", "FLUX_URI", "PALS_PMI", "I_MPI_PMI_LIBRARY"}
+    assert kept.keys() <= settings | PBS.keys() | LSF.keys()
 
 
 def test_settings_and_the_allocation_stay_for_the_next_job():
@@ -138,6 +215,7 @@ def test_settings_and_the_allocation_stay_for_the_next_job():
 
 MPICH_LIBRARY = MpiLibrary("MPICH", "5.0.2", "/opt/mpich/lib/libmpi.so.12", "/opt/mpich/bin/mpirun")
 OPEN_MPI_LIBRARY = MpiLibrary("Open MPI", "5.0.11", "/opt/ompi/lib/libmpi.so.40", "/opt/ompi/bin/mpirun")
+CRAY_LIBRARY = MpiLibrary("Cray MPICH", "8.1.30", "/opt/cray/libmpi_gnu_123.so.12", None)
 UNKNOWN_LIBRARY = MpiLibrary("Some MPI", "1.0", None, None)
 
 
@@ -146,7 +224,8 @@ SILENT = [
     *((env, 5, 8) for env in ({**PMI, **SLURM}, {**PMIX, **SLURM}, {**MPICH, **RANK})),
     *((env, 0, 1) for env in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PMIX_RANK": "0"}, {"SLURM_NTASKS": "8"})),
     ({"WORLD_SIZE": "8"}, 5, 8),
-    (SLURM, 2, 8),  # it may number the ranks in another order
+    *((env, 5, 8) for env in (PALS, PALS_PMIX, SRUN_CRAY, FLUX, PRRTE, JSRUN, {**PARASTATION, **SLURM})),
+    *((env, 2, 8) for env in (SLURM, PALS, SRUN_CRAY, FLUX)),  # MPI may number the ranks in another order
 ]
 
 
@@ -185,6 +264,15 @@ MISTAKES = {
         BY_MPICH,
         "torchrun starts processes that MPI knows",
     ),
+    "srun, cray mpich": (SLURM, CRAY_LIBRARY, "srun --mpi=cray_shasta -n 8 python", "Cray MPICH"),
+    "srun cray_shasta, open mpi": (SRUN_CRAY, OPEN_MPI_LIBRARY, "srun --mpi=pmix -n 8 python", BY_OPEN_MPI),
+    "pals, open mpi": (PALS, OPEN_MPI_LIBRARY, "mpiexec --pmi=pmix -n 8 python", "mpiexec has to speak"),
+    "pals pmix, cray mpich": (PALS_PMIX, CRAY_LIBRARY, "mpiexec --pmi=cray -n N python", "Cray MPICH"),
+    "flux, open mpi": (FLUX, OPEN_MPI_LIBRARY, "flux run -o pmi=pmix -n 8 python", BY_OPEN_MPI),
+    "flux pmix, mpich": ({**FLUX_TASK, **PMIX}, MPICH_LIBRARY, "flux run -n 8 python", "flux has to speak"),
+    "parastation, open mpi": (PARASTATION, OPEN_MPI_LIBRARY, "PSSLURM_PMI_TYPE=pmix srun -n 8", BY_OPEN_MPI),
+    "jsrun, open mpi": (JSRUN, OPEN_MPI_LIBRARY, BY_OPEN_MPI, "belongs to another"),
+    "prrte, mpich": (PRRTE, MPICH_LIBRARY, "/opt/mpich/bin/mpirun -n N", "belongs to another"),
     "set by hand": (
         RANK,
         MPICH_LIBRARY,
@@ -219,6 +307,36 @@ def test_leftover_variables_are_refused_in_a_real_world(env, rank, size, said):
     assert "ranks are wanted" not in message
 
 
+OTHER = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+CONTRADICTIONS = {
+    "two mpiruns": ({**MPICH, **OTHER}, "Open MPI", "MPICH", "OMPI_COMM_WORLD_RANK=2", "PMI_RANK=5"),
+    "flux and pmi": ({**FLUX, "PMI_RANK": "3"}, "Flux", "PMI", "FLUX_TASK_RANK=5", "PMI_RANK=3"),
+    "pals and pmi": ({**PALS, "PMI_RANK": "3"}, "PALS", "PMI", "PALS_RANKID=5", "PMI_RANK=3"),
+    "pmix and slurm": ({**PMIX, **DAEMONS}, "PMIx", "Slurm", "PMIX_RANK=5", "SLURM_PROCID=1"),
+    "jsrun and slurm": ({**JSRUN, **DAEMONS}, "jsrun", "Slurm", "JSM_NAMESPACE_RANK=5", "SLURM_PROCID=1"),
+}
+
+
+@pytest.mark.parametrize(("env", "one", "other", "by_one", "by_other"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_launchers_that_contradict_each_other_are_refused_by_name(env, one, other, by_one, by_other):
+    message = check_launch(detect_launchers(env), 0, 1, MPICH_LIBRARY)
+    assert message.startswith(f"two launchers contradict each other: by the variables of {one} this is rank ")
+    for said in (f", by those of {other} rank ", by_one, by_other, f"if {other} has started", "type:   unset "):
+        assert said in message
+
+
+def test_only_the_wrong_launchers_variables_are_to_be_unset():
+    """MPI has found its ranks by PMI_RANK; PMI_SIZE is of both launchers."""
+    message = check_launch(detect_launchers({**PALS, "PALS_RANKID": "9"}), 5, 8, MPICH_LIBRARY)
+    assert "unset PALS_RANKID PALS_LOCAL_RANKID PALS_LOCAL_SIZE\n" in message
+
+
+def test_a_launcher_without_mpi_contradicts_none():
+    """Started by another MPI's mpirun, with RANK of a former job: the mpirun is the mistake."""
+    message = check_launch(detect_launchers({**MPICH, "RANK": "0", "WORLD_SIZE": "1"}), 0, 1, OPEN_MPI_LIBRARY)
+    assert message.startswith("the launcher and MPI disagree: by the variables of MPICH ")
+
+
 BUILT = "MPICH configure: --with-device=ch4:ofi --with-pm=hydra"
 UNLIKE = "that launcher speaks PMIx, which this MPICH was built without"
 
@@ -228,6 +346,8 @@ UNLIKE = "that launcher speaks PMIx, which this MPICH was built without"
     [
         ({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, BUILT, (UNLIKE, "/opt/mpich/bin/mpirun -n 8 python")),
         ({**PMIX, **SLURM}, MPICH_LIBRARY, BUILT, (UNLIKE, "srun --mpi=pmi2")),
+        (PRRTE, MPICH_LIBRARY, BUILT, (UNLIKE, "by the variables of PRRTE this is rank 5")),
+        (JSRUN, MPICH_LIBRARY, BUILT, (UNLIKE, "by the variables of jsrun this is rank 5 of 8")),
         ({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, BUILT + " --with-pmix=/usr", None),
         ({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11", None),
         (MPICH, MPICH_LIBRARY, BUILT, None),

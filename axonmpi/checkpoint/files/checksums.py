@@ -7,7 +7,8 @@ CRC-32 is linear. The checksum of a block is the exclusive or of a term for each
 checksum of the range, followed by a zero byte for each byte of the block after it. Each rank computes the terms
 of the bytes that it writes.
 
-`isal` computes the checksums, since zlib takes longer than a fast disk.
+`isal` computes the checksums, since zlib takes longer than a fast disk. Installations without it use zlib, whose
+checksums are the same.
 
 Source: Mark Adler, crc32_combine() of zlib.
 """
@@ -20,23 +21,22 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+try:
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
+
 BLOCK_BYTES = 1 << 20
 Checksums = npt.NDArray[np.uint32]
 """[blocks] checksums of a file's blocks."""
-
-
-def crc32(data: bytes | memoryview) -> int:
-    """Return the CRC-32 of bytes."""
-    from isal import isal_zlib  # loaded with the first checkpoint, and not by `import axonmpi`
-
-    return isal_zlib.crc32(data)
+_ZEROS = memoryview(bytes(BLOCK_BYTES))
+_ALL_BITS = 0xFFFFFFFF
 
 
 def _followed_by_zeros(checksum: int, count: int) -> int:
     """Return the term of bytes with a checksum, if `count` more bytes of the block are behind them."""
-    from isal import isal_zlib
-
-    return isal_zlib.crc32_combine(checksum, 0, count)
+    # CRC-32 inverts all bits before and after; the term is without that
+    return crc32(_ZEROS[:count], checksum ^ _ALL_BITS) ^ _ALL_BITS
 
 
 def block_count(size: int) -> int:

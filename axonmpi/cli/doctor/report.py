@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import metadata
+from importlib import import_module
 
 from ...errors import LaunchError
 from ...launch import start as runtime
@@ -86,8 +86,8 @@ def _installed() -> list[Finding]:
     findings = [Finding("python", f"{platform.python_version()}  {sys.executable}")]
     for name in ("axonmpi", "torch", "numpy", "mpi4py"):
         try:
-            findings.append(Finding(name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
+            findings.append(Finding(name, str(import_module(name).__version__)))
+        except ImportError:
             findings.append(Finding(name, "not installed", "warn", f"pip install {name}"))
     return findings
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import DomainError
+
 
 @dataclass(frozen=True)
 class _Index:
@@ -95,6 +97,11 @@ def pack(value: Any) -> tuple[Any, list[Tensor]]:
 def _taken_out(tensors: list[Tensor], part: Any) -> Any:
     # Not a closure of `pack`: a closure that calls itself keeps the tensors until the next garbage collection.
     if isinstance(part, Tensor):
+        if hasattr(part, "to_local"):  # a DomainTensor, a DTensor
+            raise DomainError(
+                f"expected ordinary tensors between stages, got a {type(part).__name__}, of which this rank has a "
+                "part; give its full_tensor(), or keep the cut within a stage"
+            )
         tensors.append(part)
         return _Index(len(tensors) - 1)
     return _rebuilt(part, partial(_taken_out, tensors))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from ...utils.torch_internals import needs_torch
 from .linear_weights import (
     Leaf,
     LinearWeight,
@@ -97,7 +98,11 @@ def input_gradients(
 
     Returns:
         The second half.
+
+    Raises:
+        RuntimeError: torch is older than 2.11, and does not show whether a saved tensor has hooks.
     """
+    needs_torch("2.11", "a backward in halves, as in PipelineSchedule.ZERO_BUBBLE,")
     roots = list(edges), list(gradients)
     graph = _Graph([edge.node for edge in edges], inputs) if inputs else None
     if graph is None or not graph.reached:

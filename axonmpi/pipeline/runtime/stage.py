@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...groups.process_group import ProcessGroup
 from ...utils.arguments import integer
+from .linear_weights import is_of_python
 from .split_backward import WeightGradients, input_gradients
 
 
@@ -126,12 +127,10 @@ class StageRun:
             weight: Its weight in the loss of the batch.
         """
         leaves = {source: [t for t in tensors if t.requires_grad] for source, tensors in arrived.items()}
-        edges = {
-            target: [get_gradient_edge(t) for t in tensors if t.requires_grad] for target, tensors in sent.items()
-        }
+        edges = {target: [_owning_edge(t) for t in tensors if t.requires_grad] for target, tensors in sent.items()}
         root = None
         if loss is not None and loss.requires_grad:
-            root = get_gradient_edge(loss), torch.full_like(loss, weight)
+            root = _owning_edge(loss), torch.full_like(loss, weight)
         self._pending[micro_batch] = PendingBackward(leaves, edges, root)
 
     def backward(
@@ -161,6 +160,16 @@ class StageRun:
         """Compute the gradients of the parameters that `backward` has left."""
         if micro_batch in self._weights:
             self._weights.pop(micro_batch).compute()
+
+
+def _owning_edge(tensor: Tensor) -> GradientEdge:
+    """Return a tensor's gradient edge, which keeps its graph alive.
+
+    Only the graph keeps the node of a Python function, and before torch 2.9 an edge to it keeps nothing. A view's
+    node keeps both.
+    """
+    edge = get_gradient_edge(tensor)
+    return get_gradient_edge(tensor.view_as(tensor)) if is_of_python(edge.node) else edge
 
 
 def _taken_gradient(leaf: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...utils.pictures import import_matplotlib
 from .actions import Action, ActionKind
 from .timeline import Span, Timeline
 
@@ -103,6 +104,7 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     """
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"path: expected a name that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
+    import_matplotlib()
     # not pyplot: its state is shared by the threads of a process, and it looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import secrets
 import sys
 import threading
@@ -43,7 +44,7 @@ _OTHERS_SECONDS = 60.0
 _DRAIN_SECONDS = 2.0
 _RUNNERS = (
     *(f"{module.__path__[0]}/" for module in (_pytest, pluggy, pytest)),
-    *(f"{Path(__file__).parents[1]}/", f"{waiting.__file__}", f'{sys.argv[0]}"', "<frozen runpy>"),
+    *(f"{Path(__file__).parents[1]}/", f"{waiting.__file__}", f'{sys.argv[0]}"', "<frozen runpy>", runpy.__file__),
 )
 """Beginnings of files of the test runner, whose frames are left out."""
 

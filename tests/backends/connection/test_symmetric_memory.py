@@ -119,8 +119,8 @@ def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> N
     kept = allocated(group, 3 * PAGE, 7)
     populate = Segment.populate
 
-    def fail_on_the_last(segment, start, stop, region=None) -> str | None:
-        return populate(segment, start, stop, region) or ("none left" if world.rank == world.size - 1 else None)
+    def fail_on_the_last(segment, start, stop) -> str | None:
+        return populate(segment, start, stop) or ("none left" if world.rank == world.size - 1 else None)
 
     group.barrier()
     before = held()
@@ -149,6 +149,21 @@ def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
 
 
 # ---- how long it lives ----------------------------------------------------------------------------------------
+
+
+@REAL
+@pytest.mark.ranks(2, 4)
+def test_memory_of_a_node_goes_back_with_its_last_tensor(world) -> None:
+    """Without a further allocation, in which ranks compare notes; and no file stays open."""
+    group = group_of(world)
+    before, files = mapped(), held()
+    tensor = group.node_empty((4 * MIB,), torch.uint8)
+    part = tensor.view(torch.float32)[5:9]
+    assert (mapped() - before >= 4 * MIB, held()) == (True, files)
+    del tensor
+    assert mapped() - before >= 4 * MIB
+    del part
+    assert mapped() == before
 
 
 @REAL
@@ -214,10 +229,10 @@ def test_memory_that_goes_back_to_the_system_is_nobody_s(world, monkeypatch, see
     """Tensors of any sizes and ages, among ranges that go back and are asked for anew; one rank is slow at it."""
     kept, give_back = 8 * PAGE * world.size, Segment.give_back
 
-    def slow_on_the_first(segment, start, stop, region=None) -> None:
+    def slow_on_the_first(segment, start, stop) -> None:
         if world.rank == 0:
             time.sleep(0.001)
-        give_back(segment, start, stop, region)
+        give_back(segment, start, stop)
 
     monkeypatch.setattr("axonmpi.backends.connection.arena.KEPT_FREE_BYTES", kept)
     monkeypatch.setattr(Segment, "give_back", slow_on_the_first)

@@ -212,8 +212,9 @@ def test_what_is_no_exit_of_a_rank(alone):
     ended = alone(
         STAND_IN
         + """
-import argparse, copy, pickle
+import argparse, copy, pickle, warnings
 
+warnings.simplefilter("ignore")  # since Python 3.12 it warns of a fork in a process with several threads
 for leave in (lambda: sys.exit(3), lambda: exit(3), lambda: argparse.ArgumentParser().exit(3)):
     try:
         leave()

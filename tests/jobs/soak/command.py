@@ -117,6 +117,7 @@ def collectives(world: ax.World, number: int) -> None:
         ax.all_reduce(torch.ones(4 * size + turn))
         ax.all_reduce(ax.symmetric_empty((size + turn,), torch.float32).zero_())
     ax.broadcast_object({"round": number})
+    ax.node_shared(lambda: torch.ones(1_000_000 + turn))
     ax.all_gather(torch.ones(world.rank + number % 5))
 
 

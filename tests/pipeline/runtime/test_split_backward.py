@@ -186,6 +186,15 @@ def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_torch_that_does_not_show_hooks_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    x = torch.randn(2, 4, requires_grad=True)
+    edge = get_gradient_edge(nn.Linear(4, 4)(x))
+    with pytest.raises(RuntimeError, match=r"ZERO_BUBBLE, needs torch 2\.11 or newer, got torch 2\.10\.0"):
+        input_gradients([edge], [torch.ones(2, 4)], [x])
+    assert x.grad is None
+
+
 def test_checkpointed_parts_are_computed_again_once() -> None:
     computed = []
 

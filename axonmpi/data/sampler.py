@@ -18,8 +18,8 @@ from typing import SupportsIndex
 import torch
 from torch.utils.data import Sampler
 
-from .groups.world import current_world
-from .utils.arguments import check_flags, integer
+from ..groups.world import current_world
+from ..utils.arguments import check_flags, integer
 
 __all__ = ["DistributedSampler"]
 
@@ -32,11 +32,13 @@ class _Pass:
 
     Attributes:
         start: First position in the epoch's order, counted over all ranks.
+        begun: True once it is iterated.
         yielded: Number of samples that this rank has received.
         complete: True after the last sample.
     """
 
     start: int = 0
+    begun: bool = False
     yielded: int = 0
     complete: bool = False
 
@@ -105,6 +107,7 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
         self._check_seed(self.epoch)
         self._pass = _Pass()
+        self._later_epoch: int | None = None  # was set before a state of an earlier epoch was loaded
 
     @property
     def num_samples(self) -> int:
@@ -125,7 +128,12 @@ class DistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Begin a pass through the epoch, or through the rest of a resumed epoch."""
-        self._pass = _Pass(start=0 if self._pass.complete else self._pass.start)
+        # StatefulDataLoader loads its state when it is iterated, after set_epoch() of a new epoch. If the state is
+        # of the end of an epoch, it begins a second pass, which is the new epoch.
+        if self._pass.begun and self._later_epoch is not None:
+            self.set_epoch(self._later_epoch)
+        self._pass = _Pass(start=0 if self._pass.complete else self._pass.start, begun=True)
+        self._pass.complete = len(self) == 0
         return self._pass.count(self._indices())
 
     def _indices(self) -> list[int]:
@@ -157,6 +165,7 @@ class DistributedSampler(Sampler[int]):
         epoch = integer("epoch", epoch, minimum=0)
         self._check_seed(epoch)
         self._pass = _Pass(start=self._pass.start if epoch == self.epoch else 0)
+        self._later_epoch = None
         self.epoch = epoch
 
     def state_dict(self, samples_consumed: int | None = None) -> dict[str, int | bool]:
@@ -165,6 +174,7 @@ class DistributedSampler(Sampler[int]):
         The workers of a `DataLoader` prefetch up to `prefetch_factor * num_workers` batches of indices. A resumed
         run would skip these batches, so give the number of samples trained on: `samples_consumed=steps *
         batch_size`. The default, the number of indices yielded, is right without workers and between epochs.
+        torchdata's `StatefulDataLoader` calls this for each batch, and saves the state of the last returned one.
 
         Local. All ranks have the same state after a full step, so one rank may save it for all. Its values are
         plain integers and booleans.
@@ -228,6 +238,7 @@ class DistributedSampler(Sampler[int]):
         if position > self.length:
             raise ValueError(f"position: expected at most {self.length}, the length, got {position}")
         self._check_seed(epoch)
+        self._later_epoch = self.epoch if self.epoch > epoch else None
         self.epoch = epoch
         self._pass = _Pass(start=position)
 

@@ -242,6 +242,32 @@ def test_what_loses_the_position_and_what_does_not() -> None:
     assert list(left_early) == [4, 6, 8]
 
 
+def test_a_state_that_is_loaded_after_the_next_epoch_was_set() -> None:
+    """By a loader that loads when it is iterated: one more pass is the next epoch, unless one is set."""
+    orders = {epoch: epoch_of(epoch) for epoch in (3, 4, 5)}
+    for position in (10, 8):
+        for sets_epoch in (False, True):
+            sampler = DistributedSampler(10, 1, 0)
+            sampler.set_epoch(5)
+            sampler.load_state_dict(sampler.state_dict() | {"epoch": 3, "position": position})
+            if sets_epoch:
+                sampler.set_epoch(3)
+            assert (list(sampler), sampler.epoch) == (orders[3][position:], 3)
+            following = 3 if sets_epoch else 5
+            assert (list(sampler), sampler.epoch) == (orders[following], following)
+            sampler.set_epoch(4)
+            assert list(sampler) == orders[4]
+    over = resumed(10)
+    iter(over)
+    assert list(over) == WHOLE
+
+
+def epoch_of(epoch: int) -> list[int]:
+    sampler = DistributedSampler(10, 1, 0)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
 def test_length_stays_the_same_while_a_pass_goes_on() -> None:
     sampler = resumed(4)
     assert [*(len(sampler) for _ in sampler), len(sampler)] == [3, 3, 3, 3]
