@@ -5,6 +5,7 @@ from . import backends as backends
 from . import checkpoint as checkpoint
 from . import data as data
 from . import ddp as ddp
+from . import domain as domain
 from . import fsdp as fsdp
 from . import interop as interop
 from . import mesh as mesh
@@ -56,9 +57,10 @@ from .comm import (
     sync_gradients,
     world_size,
 )
-from .data import DistributedSampler
+from .data import DistributedSampler, main_process_first, node_shared
 from .ddp import DistributedDataParallel, GradientBucket, GradientSynchronizer
 from .ddp import DistributedDataParallel as DDP
+from .domain import Domain, DomainTensor
 from .errors import (
     AxonmpiError,
     CheckpointError,
@@ -117,6 +119,8 @@ __all__ = [
     "DeviceMesh",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Domain",
+    "DomainTensor",
     "FSDPMemoryStats",
     "FullyShardedDataParallel",
     "GradSyncStrategy",
@@ -179,7 +183,9 @@ __all__ = [
     "is_main_process",
     "isend",
     "load_checkpoint",
+    "main_process_first",
     "new_group",
+    "node_shared",
     "parallel_cross_entropy",
     "rank",
     "recv",

@@ -9,6 +9,7 @@
     all_gather       concatenation        own slice of the sum           its transpose
     all_to_all       exchanged slices     exchanged back                 expert and Ulysses parallelism
     scan             sum of ranks 0 to r  sum of ranks r to the last
+    fetch            rows of other ranks  added to their owners' rows  halo exchange
 
 `gather` and `all_gather` compute the same value and differ in backward. After `gather` all ranks compute the same
 result with it, so each gradient is complete; after `all_gather` each rank computes a result of its own, so
@@ -16,11 +17,13 @@ gradients are summed. `scatter`, whose input is the same on all ranks, and `redu
 
 Forward and backward are collective. Each backward is the other function of its pair, so gradients of gradients
 work. Source: Shoeybi et al. 2019 (Megatron-LM), Korthikanti et al. 2022.
+
+The file is long because it is the reference of each of these functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,16 +32,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .backends import check_tensor, wrap_dim
+from .backends import check_sizes, check_tensor, wrap_dim
 from .errors import DtypeError
 from .groups.process_group import ProcessGroup
 from .groups.world import chosen_group
-from .types import ReduceOp
-from .utils.partition import split_sizes
+from .types import ReduceOp, Work
+from .utils import partition
+from .utils.arguments import integer
+from .utils.rows import MODES, RowPlan, row_plan
 
 _Operation = Callable[[Tensor], Tensor]
 
-__all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scan", "scatter"]
+__all__ = ["all_gather", "all_to_all", "copy", "fetch", "gather", "reduce", "reduce_scatter", "scan", "scatter"]
 
 
 def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -69,82 +74,106 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _apply(_Pair, tensor, partial(_summed, group=group), _same)
 
 
-def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
+def scatter(
+    tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return this rank's slice along `dim`; backward concatenates the ranks' gradients.
 
     Args:
-        tensor: The same on all ranks; cut as `torch.tensor_split` does.
+        tensor: The same on all ranks.
         group: The ranks; None means all.
         dim: Dimension to cut.
+        sizes: Size of each rank's slice, the same on all ranks; None: as `torch.tensor_split` cuts.
 
     Raises:
+        ValueError: `sizes` are not as many as the ranks, or do not add up to the tensor's.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    slices = _slices(tensor, group, dim)
+    slices = _slices(tensor, group, dim, sizes)
     return _apply(_Pair, tensor, slices.own, slices.joined)
 
 
-def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
+def gather(
+    tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward takes this rank's slice of the gradient.
 
     Args:
         tensor: The ranks may differ in size along `dim`. A 0-d tensor counts as one of shape [1].
         group: The ranks; None means all.
         dim: Dimension to concatenate along.
+        sizes: Size of each rank's tensor there, the same on all ranks, which then need not tell each other.
 
     Raises:
+        ValueError: `sizes` are not as many as the ranks, or this rank's size is another.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    tensor, slices = _gathered(tensor, group, dim)
+    tensor, slices = _gathered(tensor, group, dim, sizes)
     return _apply(_Pair, tensor, slices.joined, slices.own)
 
 
-def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
+def reduce_scatter(
+    tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return this rank's slice of the sum over all ranks; backward concatenates the ranks' gradients.
 
     Args:
-        tensor: The same shape on all ranks; cut as `torch.tensor_split` does.
+        tensor: The same shape on all ranks.
         group: The ranks; None means all.
         dim: Dimension to cut.
+        sizes: Size of each rank's slice, the same on all ranks; None: as `torch.tensor_split` cuts.
 
     Raises:
+        ValueError: `sizes` are not as many as the ranks, or do not add up to the tensor's.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    slices = _slices(tensor, group, dim)
+    slices = _slices(tensor, group, dim, sizes)
     return _apply(_Pair, tensor, slices.own_of_sum, slices.joined)
 
 
-def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
+def all_gather(
+    tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward sums the gradients and takes this rank's slice.
 
     Args:
         tensor: The ranks may differ in size along `dim`. A 0-d tensor counts as one of shape [1].
         group: The ranks; None means all.
         dim: Dimension to concatenate along.
+        sizes: Size of each rank's tensor there, the same on all ranks, which then need not tell each other.
 
     Raises:
+        ValueError: `sizes` are not as many as the ranks, or this rank's size is another.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    tensor, slices = _gathered(tensor, group, dim)
+    tensor, slices = _gathered(tensor, group, dim, sizes)
     return _apply(_Pair, tensor, slices.joined, slices.own_of_sum)
 
 
 def all_to_all(
-    tensor: Tensor, group: ProcessGroup | None = None, split_dim: int = 0, concat_dim: int = 0
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Cut along `split_dim`, send slice i to rank i, concatenate received slices along `concat_dim`; collective.
 
     Args:
-        tensor: Cut as `torch.tensor_split` does; the ranks may differ in size along `concat_dim` only.
+        tensor: The ranks may differ in size along `concat_dim` only.
         group: The ranks; None means all.
         split_dim: Dimension to cut.
         concat_dim: Dimension to concatenate along.
+        split_sizes: Size of the slice for each rank, the same on all ranks unless `split_dim` is `concat_dim`;
+            None: as `torch.tensor_split` cuts.
 
     Raises:
+        ValueError: `split_sizes` are not as many as the ranks, or do not add up to the tensor's.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: A dimension is out of range.
         CollectiveMismatchError: The ranks differ in dtype, shape or dimensions.
@@ -152,7 +181,7 @@ def all_to_all(
     group = _checked_group(tensor, group)
     split_dim = wrap_dim(split_dim, tensor.dim(), "split_dim")
     concat_dim = wrap_dim(concat_dim, tensor.dim(), "concat_dim")
-    sizes = split_sizes(tensor.shape[split_dim], group.size)
+    sizes = _checked_sizes("split_sizes", split_sizes, tensor.shape[split_dim], group)
     return _apply(_AllToAll, tensor, group, split_dim, concat_dim, sizes)
 
 
@@ -173,6 +202,115 @@ def scan(tensor: Tensor, group: ProcessGroup | None = None, *, exclusive: bool =
     return _apply(_Pair, tensor, partial(scanned, reverse=False), partial(scanned, reverse=True))
 
 
+def fetch(
+    tensor: Tensor,
+    start: int,
+    stop: int,
+    group: ProcessGroup | None = None,
+    dim: int = 0,
+    *,
+    mode: str = "zeros",
+    value: float = 0.0,
+) -> Tensor:
+    """Return rows `start` to `stop` of the tensor that all ranks have in parts; backward adds them at their owners.
+
+    Rows are counted along `dim` of the ranks' tensors, concatenated. Ranks may ask for any ranges, which may
+    overlap, be empty, lie on other ranks or beyond the ends. Gradients of one row are added in rank order.
+    Collective forward and backward.
+
+    Args:
+        tensor: This rank's part; the ranks may differ in size along `dim` only, which may be 0.
+        start: First row, counted over all ranks; below 0: before the first one.
+        stop: Row after the last, at least `start`.
+        group: The ranks; None means all.
+        dim: Dimension along which the ranks' parts follow each other.
+        mode: Rows beyond the ends, the same on all ranks: "zeros" (each is `value`), "circular" (from the other
+            end), "reflect" (mirrored, without the last row twice) or "replicate" (the last row).
+        value: The constant of mode "zeros", such as `-inf` for a maximum.
+
+    Returns:
+        [..., stop - start, ...], a new contiguous tensor.
+
+    Raises:
+        TypeError: `start`, `stop` or `dim` is no integer, or `value` no number.
+        ValueError: `stop` is below `start`, `mode` is another, `value` is given with another mode than "zeros", or
+            no rank has a row that could stand for one beyond the ends.
+        DtypeError: The tensor has no gradient (integers, bool).
+        DimensionError: `dim` is out of range.
+        CollectiveMismatchError: The ranks differ in dtype, in another dimension, or in `mode`.
+    """
+    start, stop = integer("start", start), integer("stop", stop)
+    if stop < start:
+        raise ValueError(f"stop: expected at least start={start}, got {stop}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"value: expected a number, got {value!r}")
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if value and mode != "zeros":
+        raise ValueError(f"value: expected 0 with mode {mode!r}, got {value}")
+    group = _checked_group(tensor, group)
+    dim = wrap_dim(dim, tensor.dim())
+    control = group.backend.control
+    own = torch.tensor([[tensor.shape[dim], start, stop]], device=control.place)
+    told: list[list[int]] = control.all_gather(own, sizes=[1] * group.size).tolist()
+    plan = row_plan(tuple(size for size, _, _ in told), tuple((low, high) for _, low, high in told), mode)
+    return fetch_rows(tensor, plan, group, dim, value)
+
+
+def fetch_rows(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, value: float = 0.0) -> Tensor:
+    """Return this rank's rows by a plan; `fetch` without its checks; collective forward and backward."""
+    fetched, returned = (
+        partial(_fetched, plan=plan, group=group, dim=dim),
+        partial(_returned, plan=plan, group=group, dim=dim),
+    )
+    result = _apply(_Pair, tensor, fetched, returned)
+    if value:
+        with torch.no_grad():
+            for low, high in plan.beyond(group.rank):
+                result.narrow(dim, low, high - low).fill_(value)
+    return result
+
+
+def begin_rows(
+    tensor: Tensor,
+    plan: RowPlan,
+    group: ProcessGroup,
+    dim: int,
+    slices: Sequence[tuple[int, int]],
+    value: float = 0.0,
+) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """Begin `fetch_rows`; what is computed until the rows are needed hides their way; collective, backward, too.
+
+    Autograd runs the node that was made last first, so backward hides the way of gradients in the reverse order:
+
+        forward     begin    compute with slices       wait     compute with the rows
+        backward    wait     gradient of that          begin    gradient of that
+
+    Args:
+        tensor: This rank's part.
+        plan: The plan.
+        group: The ranks.
+        dim: The dimension along which the ranks' parts follow each other.
+        slices: First row and end of those slices of the tensor that are needed with a gradient, the largest first.
+        value: Rows beyond the ends.
+
+    Returns:
+        The slices, which share memory with the tensor, and a function that waits for the rows and returns them.
+    """
+    passage = _Passage(plan, group, dim, slices)
+    rows, *parts = _Begun.apply(tensor, passage, value)  # type: ignore[no-untyped-call]
+    return parts, lambda: _apply(_Ended, rows, passage)
+
+
+def return_rows(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
+    """Return rows to their owners, who add them: the transpose of `fetch_rows`; collective forward and backward."""
+    fetched, returned = (
+        partial(_fetched, plan=plan, group=group, dim=dim),
+        partial(_returned, plan=plan, group=group, dim=dim),
+    )
+    return _apply(_Pair, tensor, returned, fetched)
+
+
 def _checked_group(tensor: Tensor, group: ProcessGroup | None) -> ProcessGroup:
     """Return the group, the default group for None, if the tensor can have a gradient and be sent; local."""
     group = chosen_group(group)
@@ -185,18 +323,38 @@ def _checked_group(tensor: Tensor, group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def _slices(tensor: Tensor, group: ProcessGroup | None, dim: int) -> _Slices:
+def _slices(tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None) -> _Slices:
     """Return the ranks' slices of a tensor that all ranks have; local."""
     group = _checked_group(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
-    return _Slices(group, dim, split_sizes(tensor.shape[dim], group.size))
+    return _Slices(group, dim, _checked_sizes("sizes", sizes, tensor.shape[dim], group))
 
 
-def _gathered(tensor: Tensor, group: ProcessGroup | None, dim: int) -> tuple[Tensor, _Slices]:
-    """Return the tensor with at least one dimension, and the slices of the concatenated tensor; collective."""
+def _checked_sizes(name: str, sizes: Sequence[int] | None, total: int, group: ProcessGroup) -> tuple[int, ...]:
+    """Return the size of each rank's slice of `total` rows; local."""
+    if sizes is None:
+        return partition.split_sizes(total, group.size)
+    checked = check_sizes(sizes, group.size)
+    if checked.total != total:
+        raise ValueError(f"{name}: expected {total} in all, as the tensor has, got {list(checked)}")
+    return checked
+
+
+def _gathered(
+    tensor: Tensor, group: ProcessGroup | None, dim: int, given: Sequence[int] | None
+) -> tuple[Tensor, _Slices]:
+    """Return the tensor with at least one dimension, and the slices of the concatenated tensor.
+
+    Collective, unless the sizes are given.
+    """
     group = _checked_group(tensor, group)
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     dim = wrap_dim(dim, tensor.dim())
+    if given is not None:
+        checked = check_sizes(given, group.size)
+        if checked[group.rank] != tensor.shape[dim]:
+            raise ValueError(f"sizes: expected {tensor.shape[dim]} for this rank, got {checked[group.rank]}")
+        return tensor, _Slices(group, dim, checked)
     control = group.backend.control
     sizes: list[int] = control.all_gather(torch.tensor([tensor.shape[dim]], device=control.place)).tolist()
     return tensor, _Slices(group, dim, tuple(sizes))
@@ -228,10 +386,16 @@ class _Slices:
 
     def own_of_sum(self, tensor: Tensor) -> Tensor:
         """Return this rank's slice of the sum over all ranks; collective."""
-        if self.sizes != split_sizes(tensor.shape[self.dim], self.group.size):
-            return self.own(_summed(tensor, self.group))
-        result: Tensor = self.group.reduce_scatter(tensor, ReduceOp.SUM, self.dim)
-        return result
+        if self.sizes == partition.split_sizes(tensor.shape[self.dim], self.group.size):
+            result: Tensor = self.group.reduce_scatter(tensor, ReduceOp.SUM, self.dim)
+            return result
+        rows = tensor.movedim(self.dim, 0)
+        own = tensor.new_empty((self.sizes[self.group.rank], *rows.shape[1:]))
+        row = rows.shape[1:].numel()
+        self.group.backend.reduce_scatter_into(
+            own.view(-1), [rows.reshape(-1)], [size * row for size in self.sizes]
+        )
+        return own.movedim(0, self.dim).contiguous()
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -248,6 +412,144 @@ def _scanned(tensor: Tensor, group: ProcessGroup, *, exclusive: bool, reverse: b
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.backend.scan(total, ReduceOp.SUM, exclusive=exclusive, reverse=reverse)
     return total
+
+
+def _fetched(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
+    """Return this rank's rows; zeros beyond the ends; collective."""
+    return _begin_fetched(tensor, plan, group, dim)[0]
+
+
+def _begin_fetched(
+    tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, value: float = 0.0, *, async_op: bool = False
+) -> tuple[Tensor, Work | None]:
+    """Return memory for this rank's rows, and how to wait for those of other ranks; collective."""
+    rank, rows = group.rank, tensor.detach().movedim(dim, 0)
+    shape = (*tensor.shape[:dim], plan.rows(rank), *tensor.shape[dim + 1 :])
+    result = tensor.new_empty(shape)
+    target = result.movedim(dim, 0)
+    for low, high in plan.beyond(rank):
+        target[low:high] = value
+    for run in plan.own(rank):
+        target[run.at : run.at + run.stop - run.start] = rows[run.start : run.stop]
+    if group.size == 1:
+        return result, None
+    shown = [rows[low:high] for low, high in plan.shown[rank]] or [rows[:0]]
+    taken = [target[run.at : run.at + run.stop - run.start] for run in plan.foreign(rank)]
+    label = f"{plan.mode} of {sum(plan.sizes)} rows"
+    return result, group.backend.exchange_rows(shown, taken, plan.forward, async_op=async_op, label=label)
+
+
+def _returned(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
+    """Return the sum of what ranks got of each of this rank's rows; collective."""
+    shape = (*tensor.shape[:dim], plan.sizes[group.rank], *tensor.shape[dim + 1 :])
+    return _begin_returned(tensor, plan, group, dim)(tensor.new_zeros(shape))
+
+
+def _begin_returned(
+    tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, *, async_op: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """Begin to return rows; the result waits for those of other ranks and adds them to a tensor; collective."""
+    rank, rows = group.rank, tensor.detach().movedim(dim, 0)
+    runs = plan.returned(rank)
+    taken = [rows.new_empty((run.stop - run.start, *rows.shape[1:])) for run in runs]
+    work: Work | None = None
+    if group.size > 1:
+        shown = [rows[run.at : run.at + run.stop - run.start] for run in plan.foreign(rank)] or [rows[:0]]
+        label = f"{plan.mode} of {sum(plan.sizes)} rows, back"
+        work = group.backend.exchange_rows(shown, taken, plan.transposed, async_op=async_op, label=label)
+
+    def finish(result: Tensor) -> Tensor:
+        if work is not None:
+            work.wait()
+        # In rank order: runs of lower ranks, own ones, those of higher ranks.
+        gradients = [(run.start, run.stop, part) for run, part in zip(runs, taken, strict=True)]
+        own = [(run.start, run.stop, rows[run.at : run.at + run.stop - run.start]) for run in plan.own(rank)]
+        before = sum(len([run for run in plan.runs[other] if run.owner == rank]) for other in range(rank))
+        target = result.movedim(dim, 0)
+        for start, stop, part in (*gradients[:before], *own, *gradients[before:]):
+            target[start:stop] += part
+        return result
+
+    return finish
+
+
+@dataclass
+class _Passage:
+    """Rows, or their gradients, on their way.
+
+    Attributes:
+        plan: The plan.
+        group: The ranks.
+        dim: The dimension along which the rows lie.
+        slices: Rows of the tensor that are used meanwhile.
+        work: How to wait for the rows.
+        finish: Waits for the gradients, and adds them to a tensor; None: they have not been sent.
+    """
+
+    plan: RowPlan
+    group: ProcessGroup
+    dim: int
+    slices: Sequence[tuple[int, int]]
+    work: Work | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def send_back(self, gradient: Tensor) -> None:
+        """Begin to return the gradients of rows to their owners."""
+        self.finish = _begin_returned(gradient, self.plan, self.group, self.dim, async_op=True)
+
+    def placed(self, gradient: Tensor, low: int, high: int) -> Tensor:
+        """Return the gradient of a slice as that of the tensor."""
+        dim, size = self.dim, self.plan.sizes[self.group.rank]
+        shapes = ([*gradient.shape[:dim], rows, *gradient.shape[dim + 1 :]] for rows in (low, size - high))
+        before, behind = map(gradient.new_zeros, shapes)
+        return torch.cat([before, gradient, behind], dim)
+
+
+class _Begun(Function):
+    """Rows that are on their way, and slices of a tensor; backward waits for the gradients of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, passage: _Passage, value: float) -> Any:
+        ctx.passage = passage
+        options = passage.plan, passage.group, passage.dim, value
+        rows, passage.work = _begin_fetched(tensor, *options, async_op=True)
+        return rows, *(tensor.narrow(passage.dim, low, high - low) for low, high in passage.slices)
+
+    @staticmethod
+    def backward(ctx: Any, *all_grads: Tensor) -> Any:
+        passage: _Passage = ctx.passage
+        of_rows, *grads = all_grads
+        if torch.is_grad_enabled():  # for gradients of gradients, which do not travel meanwhile
+            total = return_rows(of_rows, passage.plan, passage.group, passage.dim)
+            for grad, rows in zip(grads, passage.slices, strict=True):
+                total = total + passage.placed(grad, *rows)
+            return total, None, None
+        if passage.finish is None:  # nobody used the rows, of which there are none
+            passage.send_back(of_rows)
+        assert passage.finish is not None
+        total = passage.placed(grads[0], *passage.slices[0])
+        for grad, (low, high) in zip(grads[1:], passage.slices[1:], strict=True):
+            total.narrow(passage.dim, low, high - low).add_(grad)
+        finish, passage.finish = passage.finish, None
+        return finish(total), None, None
+
+
+class _Ended(Function):
+    """Rows that have come; backward sends their gradients to the owners."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage, work = passage, passage.work
+        passage.work = None  # which has the tensor's memory
+        if work is not None:
+            work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            ctx.passage.send_back(grads[0])
+        return grads[0], None
 
 
 class _Pair(Function):

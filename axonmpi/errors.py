@@ -76,6 +76,10 @@ class NcclError(AxonmpiError):
     """NCCL reported an error."""
 
 
+class DomainError(ValueError):
+    """A function cannot be computed on parts of tensors that are cut over ranks; nothing was sent."""
+
+
 class DtypeError(TypeError, ValueError):
     """A tensor's dtype does not allow the operation; the message lists the dtypes that do."""
 

@@ -1,7 +1,6 @@
 """Wrong arguments of the collectives: a clear error on every rank, nothing sent, the group usable afterwards."""
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -290,7 +289,7 @@ def test_lists_of_something_else(refused) -> None:
         ([None, torch.ones(2)], ("expected a list of tensors", "got NoneType at position 0")),
     ):
         refused.expect(TypeError, words, ax.sync_gradients, things, group)
-    with pytest.raises((TypeError, AttributeError, ValueError), match=re.compile("pickle", re.IGNORECASE)):
+    with pytest.raises((TypeError, AttributeError, ValueError), match=r"[Pp]ickle|get local object"):
         group.all_gather_object(lambda: None)
     assert refused.log.mock_calls == []
 

@@ -24,7 +24,7 @@ ORDER = (
     ("across_ranks",),
     ("comm", "autograd", "mesh"),
     ("wrapping",),
-    ("ddp", "fsdp", "tensor", "data"),
+    ("ddp", "fsdp", "tensor", "domain", "data"),
     ("pipeline",),
     ("checkpoint",),
     ("interop",),
@@ -175,11 +175,12 @@ def test_mpi_is_imported_in_functions_only_and_neither_it_nor_torch_distributed_
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
 
-def test_environment_variables_are_read_in_three_files() -> None:
-    # of launchers, of users, and what cannot import the first two
+def test_environment_variables_are_read_in_four_files() -> None:
+    # of launchers, of users, of matplotlib, and a file that cannot import the others
     assert modules_with(_is_of_the_environment) == {
         "launch.launcher_variables",
         "launch.user_variables",
+        "utils.pictures",
         "interop.autoload",
     }
 
@@ -196,7 +197,7 @@ def _is_of_the_environment(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES
 
 
-PRIVATE_IN_TORCH = re.compile(r"torch\._|Variable\._|functional\._|from torch\S* import _")
+PRIVATE_IN_TORCH = re.compile(r"torch\._(?!_)|Variable\._|functional\._|from torch\S* import _")
 
 
 def test_what_is_private_in_torch_is_used_in_one_file() -> None:

@@ -1,7 +1,7 @@
 """Collectives and messages of the ranks of one group: the contract of a backend, and the backends."""
 
 from .call_site import at_step
-from .checks import MAX_TAG, Sizes, check_tensor, wrap_dim
+from .checks import MAX_TAG, Sizes, check_shape, check_sizes, check_tensor, wrap_dim
 from .coalesced import all_reduce_coalesced, broadcast_coalesced, by_kind
 from .connection.connection import path_of
 from .connection.segment import remedy
@@ -44,6 +44,8 @@ __all__ = [
     "check_parts",
     "check_rank",
     "check_ranks",
+    "check_shape",
+    "check_sizes",
     "check_tensor",
     "choose_device",
     "gather_if_different",

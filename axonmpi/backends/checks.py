@@ -28,6 +28,11 @@ def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) ->
     """Raise unless `tensor` is a dense tensor that the backend can carry."""
     if not isinstance(tensor, Tensor):
         raise TypeError(_no_tensor(tensor))
+    if hasattr(tensor, "to_local"):  # a DomainTensor, a DTensor
+        raise TypeError(
+            f"expected an ordinary tensor, got a {type(tensor).__name__}, of which this rank has a part; give its "
+            "to_local() or full_tensor()"
+        )
     if tensor.device.type not in device_types:
         raise ValueError(
             f"the {backend} backend takes tensors on {' or '.join(device_types)}, "

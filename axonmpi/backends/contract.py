@@ -26,6 +26,7 @@ from ..errors import DtypeError
 from ..types import ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member
 from ..utils.cache import BoundedCache
+from ..utils.rows import Exchange
 from ..utils.torch_internals import skip_in_compile
 from .call import Call, Layout
 from .checks import (
@@ -58,11 +59,13 @@ class Backend(Runner):
         device_types: Kinds of device whose tensors are accepted.
         place: The device of its memory, and of tensors that it sends for the library itself.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
+        spans_nodes: Whether messages between nodes carry its data, which computation may hide.
         allows_threads: Whether operations may run on threads of their own; if not, asynchronous ones block.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
     overlaps: bool = True
+    spans_nodes: bool = False
     allows_threads: bool = True
 
     def __init__(self, rank: int, size: int, worker: Worker, *, timeout: Seconds | None = None) -> None:
@@ -337,6 +340,43 @@ class Backend(Runner):
         dtype, shape, dim = (None, (), None) if cut_from is None else cut_from
         call = self._call("all_to_all", dtype, shape, dim=dim)
         return self._run(async_op, call, self._all_to_all, checked)
+
+    def exchange_rows(
+        self,
+        shown: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        plan: Exchange,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work | None:
+        """Copy rows of other ranks, by a plan that all ranks have made of the same numbers; collective.
+
+        Args:
+            shown: This rank's rows that others need, each [rows, *row], one after the other as the plan counts
+                them; at least one tensor, of no rows if need be.
+            outputs: One [rows, *row] for each piece of the plan that this rank takes; written.
+            plan: The plan, the same on all ranks.
+            async_op: Return a `Work` at once; leave the tensors alone until it is done.
+            label: What is exchanged, the same on all ranks; compared, and in messages.
+
+        Raises:
+            ValueError: The tensors do not fit the plan.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        given = [check_readable(tensor, self.name, self.device_types) for tensor in shown]
+        written = [check_writable(tensor, self.name, self.device_types) for tensor in outputs]
+        dtype, row = given[0].dtype, given[0].shape[1:]
+        sizes = [tensor.shape[0] for tensor in given], [tensor.shape[0] for tensor in written]
+        expected = plan.shown[self.rank], [stop - start for _, start, stop in plan.wanted[self.rank]]
+        if (sum(sizes[0]), sizes[1]) != expected or any(tensor.shape[1:] != row for tensor in (*given, *written)):
+            raise ValueError(
+                f"exchange_rows: by the plan expected {expected[0]} rows to show, outputs of {expected[1]} rows, "
+                f"and rows of one shape, got {sizes[0]} and {sizes[1]} rows, the first of shape {list(row)}"
+            )
+        call = self._call("exchange_rows", dtype, tuple(row), layout=((dtype, plan.numbers),), label=label)
+        work: Work | None = self._run(async_op, call, self._exchange_rows, given, written, plan)
+        return work
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called; collective."""
@@ -681,6 +721,24 @@ class Backend(Runner):
 
     @abstractmethod
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]: ...
+
+    def _exchange_rows(self, call: Call, shown: list[Tensor], outputs: list[Tensor], plan: Exchange) -> None:
+        """Copy the pieces of the plan into the outputs; here from one message of each rank."""
+        rows = torch.cat(shown)
+        mine = [[rows[p.start : p.stop] for p in pieces if p.source == self.rank] for pieces in plan.wanted]
+        sends = [torch.cat(parts) if parts else rows[:0] for parts in mine]
+        targets: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for piece, output in zip(plan.wanted[self.rank], outputs, strict=True):
+            targets[piece.source].append(output)
+        counts = [[target.shape[0] for target in of_one] for of_one in targets]
+        received = self._swap(call, sends, [sum(numbers) for numbers in counts])
+        for of_one, data, numbers in zip(targets, received, counts, strict=True):
+            for target, part in zip(of_one, data.split(numbers), strict=True):
+                target.copy_(part)
+
+    def _swap(self, call: Call, sends: list[Tensor], rows: list[int]) -> list[Tensor]:
+        """Send entry i to rank i and return `rows[i]` rows of rank i, by number; collective."""
+        return self._all_to_all(call, sends)
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...

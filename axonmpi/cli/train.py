@@ -142,7 +142,7 @@ def _check_files(world: World, problem: str = "") -> None:
 
 def _on_several_nodes() -> bool:
     """Return True if the launcher may have started ranks on other nodes."""
-    return any((launcher.size or 2) > (launcher.local_size or 1) for launcher in detect_launchers()[:1])
+    return any(one.size is None or one.size > (one.local_size or 1) for one in detect_launchers()[:1])
 
 
 def _train(config: Config, world: World, corpus: Corpus, guard: PreemptionGuard) -> int:

@@ -6,7 +6,7 @@
       ├─ optimizer  OptimizerConfig   AdamW and its learning rate
       ├─ run        RunConfig         steps, batch, output files
       ├─ pipeline   PipelineConfig    stages of the model on different ranks
-      ├─ mesh       MeshConfig        replicas, and ranks that layers are sharded on
+      ├─ mesh       MeshConfig        replicas, ranks that sequences are cut over or layers sharded on
       └─ checkpoint CheckpointConfig  when to save, and the checkpoint to go on from
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
@@ -205,15 +205,17 @@ class PipelineConfig(Settings):
 
 @dataclass(frozen=True)
 class MeshConfig(Settings):
-    """The layout of the ranks: dp x tp x pp is their number.
+    """The layout of the ranks: dp x cp x tp x pp is their number.
 
     Attributes:
         dp: Replicas of the model, each with its slice of the batch; 0 means as many as the ranks are enough for.
+        cp: Ranks that every sequence is cut over, a block of its bytes each; without tp and pp.
         tp: Ranks that every layer of the model is sharded on.
         sequence_parallel: With tp, shard the activations between the layers as well, along the sequence.
     """
 
     dp: Count = 0
+    cp: Positive = 1
     tp: Positive = 1
     sequence_parallel: bool = False
 
@@ -267,6 +269,11 @@ class Config:
 
     def _check_tensor(self) -> None:
         mesh, heads, length = self.mesh, self.model.heads, self.model.sequence_length
+        if mesh.cp > 1 and (mesh.tp > 1 or self.pipeline.is_wanted):
+            raise ValueError(
+                f"cp: expected 1 together with tp or a pipeline, got {mesh.cp}: leave --tp and the settings of the "
+                "pipeline out, or cp; dp and fsdp go with cp"
+            )
         if heads % mesh.tp:
             valid = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             raise ValueError(

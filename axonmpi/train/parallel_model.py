@@ -5,8 +5,9 @@
                 each module in ┬─ Replica           gradients are averaged over the dp axis
                                └─ FSDP              parameters are sharded along it, too
 
-With tp a rank's modules are its shard of each layer, see `tensor_parallel.py`. The trainer uses only the methods of
-`ParallelModel`, so another wrapper needs a case here and no change elsewhere.
+With tp a rank's modules are its shard of each layer, see `tensor_parallel.py`. With cp ranks have blocks of the
+same sequences and compute each layer together. The trainer uses only the methods of `ParallelModel`, so another
+wrapper needs a case here and no change elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from ..across_ranks.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
+from ..domain import Domain
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from ..groups.process_group import ProcessGroup
 from ..mesh import DeviceMesh
@@ -106,7 +108,7 @@ class ParallelModel(ABC):
     Args:
         wrapped: This rank's modules, wrapped to average their gradients over the replicas.
         config: All settings.
-        mesh: The ranks, with the axes dp, pp and tp.
+        mesh: The ranks, with the axes dp, pp, cp and tp.
         device: The device of the modules.
 
     Attributes:
@@ -169,8 +171,8 @@ class ParallelModel(ABC):
         return self._logits_at(self._device.moved(padded), len(window) - 1)
 
     def _counted_once(self, value: Tensor) -> Tensor:
-        """Return a value that all tp ranks have on the first of them, and zeros on the others."""
-        return value if self._mesh.rank("tp") == 0 else torch.zeros_like(value)
+        """Return a value that all cp and tp ranks have on the first of them, and zeros on the others."""
+        return value if self._mesh.rank("cp", "tp") == 0 else torch.zeros_like(value)
 
     @property
     @abstractmethod
@@ -213,7 +215,7 @@ class FullModel(ParallelModel):
     """A model of which every rank has all layers, or its shard of each, for its slice of the batch.
 
     Args:
-        model: The same on the ranks along the dp axis.
+        model: The same on the ranks along the dp and cp axes.
         config: All settings.
         mesh: The ranks.
         device: The device of the model.
@@ -221,7 +223,9 @@ class FullModel(ParallelModel):
 
     def __init__(self, model: GPT, config: Config, mesh: DeviceMesh, device: Device) -> None:
         self._model = model
-        self._replica = wrap(model, config.run, mesh.group("dp"))
+        # with cp each gradient is complete on each rank, so the average over these ranks leaves it as it is
+        self._replica = wrap(model, config.run, mesh.group("dp", "cp"))
+        self._domain = Domain(mesh, {"cp": 1}) if mesh.size("cp") > 1 else None
         super().__init__([self._replica], config, mesh, device)
 
     @property
@@ -234,8 +238,7 @@ class FullModel(ParallelModel):
         total = torch.zeros((), dtype=torch.float64, device=self._device.place)
         for number, (inputs, targets) in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._replica.no_sync():
-                summed = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
-                loss = summed / (targets.numel() * len(batches))
+                loss = self._summed_loss(inputs, targets) / (targets.numel() * len(batches))
                 loss.backward()
             total += loss.detach()
         self._replica.sync_gradients()
@@ -248,8 +251,15 @@ class FullModel(ParallelModel):
     def score(self, batch: Batch) -> Tensor:
         """Compute the loss."""
         inputs, targets = batch
-        loss = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
+        loss = self._summed_loss(inputs, targets)
         return self._counted_once(torch.stack((loss, (targets != IGNORED).sum())).double())
 
     def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
-        return full_logits(self._model(tokens)[0, position], self._mesh.group("tp"))
+        return full_logits(self._model(self._cut(tokens))[0, position], self._mesh.group("tp"))
+
+    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(self._replica(self._cut(inputs)), targets, self._mesh.group("tp"))
+
+    def _cut(self, tokens: Tensor) -> Tensor:
+        """Return sequences cut over the ranks along the cp axis."""
+        return tokens if self._domain is None else self._domain.shard(tokens)

@@ -1,4 +1,4 @@
-"""The grid of the ranks along the axes dp, pp and tp, computed and checked before anything is sent.
+"""The grid of the ranks along the axes dp, pp, cp and tp, computed and checked before anything is sent.
 
     rank = (replica * pp + position) * tp + shard          8 ranks, dp = pp = tp = 2
 
@@ -7,6 +7,8 @@
     replica 0    rank 0   rank 1   rank 2   rank 3         tp: neighbours shard every layer, as they talk most
     replica 1    rank 4   rank 5   rank 6   rank 7         pp: ranks 0 and 2 are a pipeline, 1 and 3 another
                  a column averages its gradients           dp
+
+With cp there is neither pp nor tp: neighbours have blocks of the same sequences, and rank = replica * cp + block.
 
 It is the shape of a `DeviceMesh` with these axes.
 """
@@ -33,12 +35,14 @@ class RankGrid:
     Attributes:
         dp: Number of replicas of the model.
         pp: Number of ranks that a replica's stages are on.
+        cp: Number of ranks that a replica's sequences are cut over.
         tp: Number of ranks that a stage's layers are sharded on.
         rank: This rank.
     """
 
     dp: int
     pp: int
+    cp: int
     tp: int
     rank: int
 
@@ -47,33 +51,33 @@ class RankGrid:
         """Return the grid of `ranks` ranks for these settings; local.
 
         Raises:
-            ValueError: dp x tp x pp is not the number of ranks.
+            ValueError: dp x cp x tp x pp is not the number of ranks.
         """
-        dp, pp, tp = config.mesh.dp, config.pipeline.pp, config.mesh.tp
-        chosen = dp or max(ranks // (pp * tp), 1)
-        if chosen * pp * tp != ranks:
+        pp, cp, tp = config.pipeline.pp, config.mesh.cp, config.mesh.tp
+        dp = config.mesh.dp or max(ranks // (pp * cp * tp), 1)
+        if dp * pp * cp * tp != ranks:
             raise ValueError(_wrong_product(config, ranks))
-        return cls(chosen, pp, tp, rank)
+        return cls(dp, pp, cp, tp, rank)
 
     @property
     def shape(self) -> dict[str, int]:
         """The shape of the mesh."""
-        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
 
     @property
     def replica(self) -> int:
         """Number of this rank's replica, which decides its slice of the batch."""
-        return self.rank // (self.pp * self.tp)
+        return self.rank // (self.pp * self.cp * self.tp)
 
     @property
     def position(self) -> int:
         """Position of this rank in its pipeline, which decides its stages of the model."""
-        return self.rank // self.tp % self.pp
+        return self.rank // (self.cp * self.tp) % self.pp
 
     def ranks_at(self, position: int) -> list[int]:
         """Return the ranks of all replicas at a position of the pipeline."""
-        firsts = range(position * self.tp, self.dp * self.pp * self.tp, self.pp * self.tp)
-        return [first + shard for first in firsts for shard in range(self.tp)]
+        shards = self.cp * self.tp
+        return [rank for rank in range(self.dp * self.pp * shards) if rank // shards % self.pp == position]
 
 
 def plan_schedule(config: Config, grid: RankGrid) -> Schedule:
@@ -96,7 +100,7 @@ def plan_schedule(config: Config, grid: RankGrid) -> Schedule:
 
 
 def check_nodes(grid: RankGrid, nodes: Sequence[int]) -> None:
-    """Raise unless each group along dp has equally many ranks on each of its nodes, for hybrid sharding; local.
+    """Raise unless groups along dp and cp have equally many ranks on each node, for hybrid sharding; local.
 
     Args:
         grid: The grid, of any of the ranks.
@@ -107,7 +111,7 @@ def check_nodes(grid: RankGrid, nodes: Sequence[int]) -> None:
     """
     stride = grid.pp * grid.tp
     for first in range(stride):
-        group = range(first, grid.dp * stride, stride)
+        group = range(first, grid.dp * grid.cp * stride, stride)
         sizes = Counter(nodes[rank] for rank in group)
         if len(set(sizes.values())) > 1:
             raise ValueError(
@@ -121,6 +125,8 @@ def check_nodes(grid: RankGrid, nodes: Sequence[int]) -> None:
 
 def _wrong_product(config: Config, ranks: int) -> str:
     axes = {"dp": config.mesh.dp, "tp": config.mesh.tp, "pp": config.pipeline.pp}
+    if config.mesh.cp > 1:
+        axes = {"dp": config.mesh.dp, "cp": config.mesh.cp}
     sizes = {axis: size for axis, size in axes.items() if size}
     product = math.prod(sizes.values())
     equation = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {product}"
@@ -132,7 +138,7 @@ def _wrong_product(config: Config, ranks: int) -> str:
         other += f", as mpirun -n {product} does"
     shapes = nearest_shapes({axis: size or -1 for axis, size in axes.items()}, ranks, None)
     fitting = [" x ".join(map(str, shape.values())) for shape in shapes if _fits(config, shape)]
-    example = f"take for example dp x tp x pp = {' or '.join(fitting[:_SUGGESTIONS])}, or " if fitting else ""
+    example = f"take for example {' x '.join(axes)} = {' or '.join(fitting[:_SUGGESTIONS])}, or " if fitting else ""
     return f"{equation}, {wrong}: {example}{other}"
 
 

@@ -6,8 +6,8 @@
     at the end:  held-out loss, a checkpoint, a sample of text, a picture of the losses
 
 The ranks of a replica share a model and a slice of the batch: each has some layers (pp), a shard of every layer
-(tp), or both. The global batch of a step depends on the seed and the step only. So the loss curve is the same,
-to rounding, for any number of ranks and any layout.
+(tp), or both; or a block of every sequence (cp). The global batch of a step depends on the seed and the step only.
+So the loss curve is the same, to rounding, for any number of ranks and any layout.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Trainer:
 
     Raises:
         ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
-            ranks are not as many as dp x tp x pp, the global batch cannot be divided among the replicas, or GPUs
-            are wanted and this is no world of GPUs, raised on every rank.
+            ranks are not as many as dp x cp x tp x pp, the global batch cannot be divided among the replicas, or
+            GPUs are wanted and this is no world of GPUs, raised on every rank.
 
     Attributes:
         model: This rank's model, or its shard, without the wrapper; in a pipeline the list of its stages.
@@ -88,7 +88,7 @@ class Trainer:
         self._check_same_on_all_ranks()
         self._device = _chosen_device(run.device, world)
         grid = self._grid = RankGrid.of(config, world.size, world.rank)
-        unit = "replicas" if grid.tp > 1 else "pipelines" if grid.pp > 1 else "ranks"
+        unit = "replicas" if grid.cp * grid.tp > 1 else "pipelines" if grid.pp > 1 else "ranks"
         self._plan = BatchPlan(run.global_batch, length, run.accumulation, grid.replica, grid.dp, run.seed, unit)
         schedule = plan_schedule(config, grid) if config.pipeline.is_wanted else None
         mesh = DeviceMesh(grid.shape, world)

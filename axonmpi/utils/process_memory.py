@@ -1,9 +1,12 @@
-"""Memory that this process takes, as Linux counts it."""
+"""Memory of this process, and memory available on its node, as Linux counts it."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _SAMPLE_SECONDS = 0.005
@@ -15,6 +18,29 @@ def process_memory() -> tuple[int, int]:
     Zeros on systems without `/proc`.
     """
     return _bytes_of("/proc/self/smaps_rollup", "Pss:"), _bytes_of("/proc/self/status", "VmHWM:")
+
+
+def peak_growth(call: Callable[[], object]) -> int:
+    """Return by how many bytes the resident set grows at most in a call; local, 0 on systems without `/proc`."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark becomes the present
+    before = process_memory()[1]
+    call()
+    return process_memory()[1] - before
+
+
+def available_memory() -> int:
+    """Return how many bytes this process can still allocate on its node; local.
+
+    Limits of control groups, version 2, count. Without `/proc` the result is `sys.maxsize`.
+    """
+    limits = [_bytes_of("/proc/meminfo", "MemAvailable:") or sys.maxsize]
+    with suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].removeprefix("0::/")
+        for folder in (Path(own), *Path(own).parents):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                limits.append(int(Path("/sys/fs/cgroup", folder, "memory.max").read_text(encoding="ascii")))
+    return min(limits)
 
 
 def _bytes_of(path: str, key: str) -> int:

@@ -1,8 +1,10 @@
-"""Private names of torch that this package uses; tested on torch 2.11 and 2.13."""
+"""Private names of torch that this package uses, and the check of torch's version; tested on torch 2.7 to 2.14."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -15,8 +17,51 @@ from torch.autograd.graph import Node
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+compiled_functions = torch._C._nn
+"""The module of those functions of `torch.nn.functional` that are compiled."""
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Attention on the CPU, and the logarithm of each query's sum of exponentials (0 if a mask hides all keys)."""
+
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Its gradients of queries, keys and values, by the result and logarithms of all keys, of which these are some."""
+
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """A context in which functions treat subclasses of Tensor as Tensor itself."""
+
+TRANSFORMS = "torch._functorch"
+"""The package of `torch.func` and `torch.vmap`."""
+
+transform_level = torch._C._functorch.maybe_current_level
+"""Return the number of transforms of `torch.func` that are being computed, None without any."""
+
+
+@cache
+def written_out(function: Any) -> Callable[..., Any]:
+    """Return a function of torch that is written in Python, without its first question whether others override it.
+
+    Its statements run with a subclass of Tensor as with a Tensor; functions that it calls may be overridden.
+    """
+    questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = function.__globals__ | dict.fromkeys(questions, lambda *args: False)
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def needs_torch(version: str, feature: str) -> None:
+    """Refuse a feature that an older torch lacks; local.
+
+    Args:
+        version: The first version of torch that has what the feature needs, such as "2.11".
+        feature: The feature, as the message names it.
+
+    Raises:
+        RuntimeError: torch is older.
+    """
+    needed, have = ([int(part) for part in text.split(".")[:2]] for text in (version, torch.__version__))
+    if have < needed:
+        raise RuntimeError(
+            f"{feature} needs torch {version} or newer, got torch {torch.__version__}: update torch, or do without"
+        )
 
 
 def after_backward(callback: Callable[[], None]) -> None:

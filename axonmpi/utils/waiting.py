@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 YIELDS = 10
@@ -126,3 +127,14 @@ def compute_beside(waiters: set[int]) -> None:
             main thread may be computing.
     """
     _thread.waiters = waiters
+
+
+@contextmanager
+def asleep() -> Iterator[None]:
+    """Let the calling thread nap in waits of a `with` block, as beside a computation: they may be long; local."""
+    before = _thread.waiters
+    _thread.waiters = set()
+    try:
+        yield
+    finally:
+        _thread.waiters = before

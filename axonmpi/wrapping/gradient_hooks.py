@@ -23,7 +23,7 @@ from ..errors import CollectiveTimeoutError
 from ..groups.process_group import ProcessGroup
 from ..launch.user_variables import debugs
 from ..utils.text import counted
-from ..utils.torch_internals import engine_runs, hooks_on, sequence_number
+from ..utils.torch_internals import engine_runs, hooks_on, plain_tensors, sequence_number
 from .nested import tensors_in
 from .optimizer_hooks import mark_gradient
 
@@ -76,7 +76,8 @@ def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, i
         node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
         if node is not None and sequence_number(node) >= since:
             leaf = _leaf_below(node) if is_outermost else None
-            tensor.register_hook(partial(_call, hook, is_outermost, leaf))
+            with plain_tensors():  # a DomainTensor has no rule for hooks
+                tensor.register_hook(partial(_call, hook, is_outermost, leaf))
             has_tensor = True
     return has_tensor
 

@@ -28,7 +28,9 @@ _Undo = list[Callable[[], None]]
 
 OF_ALL_PARAMETERS = (torch.optim.LBFGS,)
 """Optimizers whose step takes products over all parameters."""
-OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)
+OF_WHOLE_PARAMETERS = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
 """Optimizers whose step on an element depends on the rest of its parameter."""
 
 

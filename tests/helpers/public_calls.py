@@ -15,6 +15,7 @@ from torch import nn
 
 import axonmpi as ax
 from axonmpi.pipeline import make_schedule
+from axonmpi.utils.rows import Exchange
 from helpers import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -140,6 +141,7 @@ class Arguments:
             "broadcast": (t,),
             "broadcast_from": (t, 0),
             "broadcast_object": (1, 0),
+            "exchange_rows": ([t[:0]], [], Exchange((0,) * ranks, ((),) * ranks)),
             "gather": (t,),
             "gather_tensor": (t,),
             "irecv": lambda: (torch.empty(ranks, ranks), own),
@@ -163,11 +165,14 @@ class Arguments:
             "world_size": (),
             "autograd.all_to_all": (t,),
             "autograd.copy": (t,),
+            "autograd.fetch": (t, 0, 1),
             "autograd.reduce": (t,),
             # data parallelism
             "DDP": lambda: (nn.Linear(4, 4),),
             "DDP.join": (),
             "DistributedSampler": (8, 2, 0),
+            "main_process_first": (),
+            "node_shared": (lambda: torch.ones(2),),
             "FSDP": lambda: (nn.Linear(4, 4),),
             "FSDP.full_optimizer_state_dict": (optimizer,),
             "FSDP.full_parameters": (),
@@ -210,6 +215,10 @@ class Arguments:
             "tensor.split_sequence": (t,),
             "tensor_parallel_attention": (4 * ranks, ranks),
             "tensor_parallelize": lambda: (_of_ones(nn.Sequential(nn.Linear(4, ranks))), {"0": "column:gather"}),
+            # domain parallelism
+            "domain.Resample": ("linear",),
+            "domain.Window": (1,),
+            "domain.attention": (t, t, t),
             # checkpoints
             "CheckpointFolder": (folder / "run",),
             "CheckpointFolder.latest": (),

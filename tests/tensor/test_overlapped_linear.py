@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.compare import assert_precise
+from helpers.steps import again
 from helpers.transformer_parts import Sent, part, randn, whole_linear
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 from axonmpi.pipeline.runtime.split_backward import input_gradients
@@ -133,7 +133,7 @@ def cast(model: nn.Module, x: Tensor) -> Tensor:
 
 
 # forward is computed again, up to the last thing that was kept
-checkpointed = functools.partial(checkpoint, use_reentrant=False)
+checkpointed = functools.partial(again, reentrant=False)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_backward_in_halves(sequence_parallel: bool) -> None:
 def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
     def body(world: ax.World) -> list[Counts]:
         model, x = Block(1, sequence_parallel=True), randn(2, 4, 8).requires_grad_()
-        output = checkpoint(model, x.exp(), use_reentrant=False)
+        output = again(model, x.exp(), False)
         sent = Sent(world)
         weights = input_gradients([get_gradient_edge(output)], [output.detach()], [x])
         counts = [sent.take()]

@@ -1,5 +1,6 @@
 """run_ranks: results, failures and time-outs of functions on mock ranks."""
 
+import sys
 import threading
 import time
 
@@ -36,7 +37,8 @@ def test_ranks_that_fail_release_the_others_and_the_lowest_ones_own_exception_is
     with pytest.raises(type(original)) as caught:
         run_ranks(4, body)
     assert caught.value is original
-    assert "raised on ranks 1, 3 of 4" in _message(caught.value)
+    if sys.version_info >= (3, 11) or isinstance(original.args[0], str):  # before, only texts can have a note
+        assert "raised on ranks 1, 3 of 4" in _message(caught.value)
 
 
 def test_time_out_shows_where_each_rank_is_and_releases_them():

@@ -89,6 +89,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         ("--pp 8", ["pp: expected at most layers = 4 stages", "8 x 1 = 8"]),
         ("--tp 8", ["tp: expected 1 or 2 or 4, which divide heads = 4, got 8"]),
         ("--tp 4 --sequence-parallel --sequence-length 30", ["sequence_length: expected a multiple of tp = 4"]),
+        ("--cp 2 --tp 2", ["cp: expected 1 together with tp or a pipeline, got 2"]),
         ("--dp -1", ["dp: expected at least 0, got -1"]),
         ("--schedule zero-bubble --chunks 3", ["chunks: expected 1 or 2 with zero-bubble"]),
         ("--lr nan", ["lr: expected a finite number"]),
@@ -125,7 +126,7 @@ def test_on_one_node_a_missing_text_is_missing_for_all_ranks(no_start, monkeypat
 def test_a_rank_whose_node_lacks_the_text_meets_the_others_before_it_leaves(monkeypatch, capsys):
     group = SimpleNamespace(all_gather_object=lambda problem: ["", problem, "", ""])
     monkeypatch.setattr(train, "init_process_group", lambda: SimpleNamespace(default_group=group))
-    for name, size, local in (("MPICH", 4, 2), ("PMI", 4, None), ("PMIx", None, None)):
+    for name, size, local in (("MPICH", 4, 2), ("PMI", 4, None), ("PMIx", None, None), ("PALS", None, 4)):
         launcher = Launcher(name, 1, size, local and 1, local, ())
         monkeypatch.setattr(train, "detect_launchers", lambda launcher=launcher: [launcher])
         assert code_of("train", "--data", "nowhere") == 2

@@ -1,4 +1,4 @@
-"""Training in every layout of the ranks is training in one process: dp, tp and pp, sharded or not."""
+"""Training in every layout of the ranks is training in one process: dp, cp, tp and pp, sharded or not."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SMALL = {
 ZERO_BUBBLE = {"schedule": "zero-bubble", "micro_batches": 2}
 PARALLEL = {"sequence_parallel": True}
 APART = {"ranks_per_node": "1"}
-ROWS = {  # by the number of ranks; what is not divided by tp and pp is divided by dp
+ROWS = {  # by the number of ranks; what is not divided by cp, tp and pp is divided by dp
     1: [
         {"fsdp": "full", "accumulation": 4, **PARALLEL},
         {"fsdp": "grad", "chunks": 2, "accumulation": 2, **ZERO_BUBBLE},
@@ -41,10 +41,13 @@ ROWS = {  # by the number of ranks; what is not divided by tp and pp is divided 
         {"pp": 2, "layers": 4, "schedule": "interleaved-1f1b", "micro_batches": 2, "gradient_clip": 0.0, **APART},
         {"pp": 2, "schedule": "gpipe", "accumulation": 2, "positions": "learned", "norm": "layernorm"},
         {"pp": 2, "schedule": "zero-bubble", "micro_batches": 3, "strategy": "no_sync", "tied_embeddings": False},
+        {"cp": 2, "accumulation": 2, "sequence_length": 17},
+        {"cp": 2, "fsdp": "full", "positions": "learned", "norm": "layernorm"},
     ],
     3: [
         {"tp": 3, "heads": 6, "width": 48, "sequence_length": 18, **PARALLEL},  # 256 bytes by three
         {"fsdp": "full", "global_batch": 9},
+        {"cp": 3, "tied_embeddings": False},
     ],
     4: [
         {"fsdp": "full", "accumulation": 2},
@@ -61,6 +64,7 @@ ROWS = {  # by the number of ranks; what is not divided by tp and pp is divided 
         {"tp": 2, "pp": 2, "micro_batches": 2, "positions": "learned", **PARALLEL},
         {"tp": 2, "pp": 2, "accumulation": 2, "norm": "layernorm", **ZERO_BUBBLE},
         {"tp": 2, "pp": 2, "layers": 4, "chunks": 2, **ZERO_BUBBLE, **PARALLEL},
+        {"cp": 2, "fsdp": "hybrid", "accumulation": 2, **APART},
     ],
     8: [
         {"dp": 2, "tp": 2, "pp": 2, "micro_batches": 2},

@@ -21,8 +21,11 @@ def test_the_last_axis_are_neighbours():
     found = [(place.replica, place.position) for place in places]
     assert found == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
     assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
+    assert places[0].shape == {"dp": 2, "pp": 2, "cp": 1, "tp": 2}
     assert RankGrid.of(Config().replace(tp=2), 12, 0).dp == 6
+    blocks = [RankGrid.of(Config().replace(cp=2), 4, rank) for rank in range(4)]
+    assert [(place.dp, place.replica) for place in blocks] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert blocks[0].ranks_at(0) == [0, 1, 2, 3]
 
 
 def test_replicas_that_cannot_be_sharded_within_nodes_are_an_error_on_every_rank(monkeypatch):
@@ -68,7 +71,7 @@ def test_a_wrong_product_is_answered_with_valid_ones(settings, ranks, message):
     assert len(set(suggestions)) == len(suggestions)
     for dp, tp, pp in (map(int, suggestion) for suggestion in suggestions):
         grid = RankGrid.of(config.replace(dp=dp, tp=tp, pp=pp), ranks, 0)
-        assert (grid.shape, config.run.global_batch % dp) == ({"dp": dp, "pp": pp, "tp": tp}, 0)
+        assert (grid.shape, config.run.global_batch % dp) == ({"dp": dp, "pp": pp, "cp": 1, "tp": tp}, 0)
         plan_schedule(config, grid)  # enough sequences for the micro-batches
 
 
@@ -82,8 +85,8 @@ def test_the_table_says_which_rank_has_what(tiny):
     config = tiny.replace(layers=3, width=32, heads=2, pp=2, tp=2, fsdp="full", sequence_parallel=True)
     mesh, header, first, second, note = shown(config, 8)
     assert mesh == (
-        "mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full); "
-        "sequence parallel"
+        "mesh: dp 2 x pp 2 x cp 1 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; "
+        "parameters sharded along dp (full); sequence parallel"
     )
     sizes = ["weights", "gradients", "optimizer", "activations*", "all*"]
     assert re.split(r"  +", header.strip()) == ["pp", "ranks", "what each has", "parameters", *sizes]
@@ -107,7 +110,7 @@ def test_the_table_says_which_rank_has_what(tiny):
 
 def test_what_is_shown_without_any_division(tiny):
     mesh, _, row, note = shown(tiny, 2)
-    assert mesh == "mesh: dp 2 x pp 1 x tp 1 = 2 ranks"
+    assert mesh == "mesh: dp 2 x pp 1 x cp 1 x tp 1 = 2 ranks"
     assert re.split(r"  +", row.strip())[:4] == ["0", "0-1", "all layers", "7,216"]
     assert note.endswith("* estimated, with 4 sequences")
 

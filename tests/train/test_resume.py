@@ -106,6 +106,7 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(world, tiny, shared_tmp_path)
         (4, {"pp": 4, "layers": 4, "micro_batches": 2}, 2, {"tp": 2, "layers": 4}),
         (2, {"fsdp": "full", "cpu_offload": "params"}, 4, {"tp": 2, "fsdp": "grad", "accumulation": 2}),
         (4, {"tp": 2, "fsdp": "full"}, 1, {}),
+        (4, {"cp": 2, "fsdp": "full"}, 3, {"cp": 3}),
     ],
 )
 def test_a_run_goes_on_with_other_ranks_and_another_layout(tiny, tmp_path, ranks, layout, other_ranks, other):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict
+from axonmpi.wrapping.optimizer_hooks import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS
 
 
 def divided(group: ax.ProcessGroup | None = None, seed: int = 0) -> nn.Module:
@@ -319,7 +320,7 @@ def test_optimizers_of_whole_parameters_are_refused(world):
     backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    optimizers = (getattr(torch.optim, kind)(matrices) for kind in ("Adafactor", "Muon", "LBFGS"))
+    optimizers = (kind(matrices) for kind in OF_WHOLE_PARAMETERS + OF_ALL_PARAMETERS)
     message = "needs whole parameters, and layers of this model are divided"
     refused(ValueError, *((partial(own.step, lambda: model(data()).sum()), message) for own in optimizers))
     assert_equal(list(model.parameters()), before)

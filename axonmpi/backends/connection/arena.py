@@ -3,6 +3,9 @@
 An `Arena` is a few large segments, carved into blocks. A block is freed when its last tensor is gone on all ranks,
 which they notice at different times: each notes it, and they compare notes the next time that they allocate.
 Free ranges keep some memory for the next blocks; the memory beyond that goes back to the system.
+
+A tensor of `common` is the same memory on all ranks. It has a segment of its own, which the system frees with the
+last tensor on it.
 """
 
 from __future__ import annotations
@@ -76,6 +79,12 @@ class Block(NamedTuple):
     size: int
 
 
+def _backed(segment: Segment, nbytes: int) -> Tensor | str:
+    """Return a segment's first bytes, this rank's region backed with memory, or the reason of a failure; local."""
+    # Python's mapping keeps a file open, and a process may have some hundred: the result is on another mapping.
+    return segment.populate(0, segment.region_bytes) or segment.remapped(nbytes)
+
+
 class Arena:
     """Blocks of shared memory for the ranks of one node, all of which call `allocate` together.
 
@@ -92,14 +101,10 @@ class Arena:
         self._blocks: dict[int, Block] = {}
         self._droppers: Counter[int] = Counter()
         self._numbers = count()
+        self._commons: set[tuple[int, int]] = set()  # address and bytes of each
 
-    def allocate(self, nbytes: int, *, common: bool = False) -> Block | str:
-        """Find a block of `nbytes` bytes and back it with memory; collective. Returns the reason of a failure.
-
-        Args:
-            nbytes: Its size.
-            common: Back the first rank's memory only, which all ranks use; each asks for the pages of its part.
-        """
+    def allocate(self, nbytes: int) -> Block | str:
+        """Find a block of `nbytes` bytes and back it with memory; collective. Returns the reason of a failure."""
         has_freed = self._free_dropped()
         size = round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
@@ -113,22 +118,14 @@ class Arena:
             self._return_memory()
         if block is None:
             return problem or "no shared memory"
-        own = self._populate(block, nbytes, common)
+        segment = self.segments[block.segment]
+        own = segment.populate(block.start, block.start + nbytes)
         problems = [text for text in self._comm.allgather(own) if text]
         if problems:
-            segment = self.segments[block.segment]
-            segment.give_back(block.start, block.start + block.size, 0 if common else None)
+            segment.give_back(block.start, block.start + block.size)
             self.release([block.number])
             return str(problems[0])
         return block
-
-    def _populate(self, block: Block, nbytes: int, common: bool) -> str | None:
-        segment = self.segments[block.segment]
-        if not common:
-            return segment.populate(block.start, block.start + nbytes)
-        rank, ranks = self._comm.rank, self._comm.size
-        low, high = (round_up(nbytes * part // ranks, PAGE) for part in (rank, rank + 1))
-        return segment.populate(block.start + low, block.start + min(high, round_up(nbytes, PAGE)), 0)
 
     def _free_dropped(self) -> bool:
         """Free the blocks that all ranks have dropped; collective. Return True if there were any."""
@@ -193,30 +190,34 @@ class Arena:
         warn_no_shared_memory(block)
         return flat_zeros(nbytes, torch.uint8)
 
+    def tensor(self, block: Block, nbytes: int) -> Tensor:
+        """Return this rank's memory of a block, [nbytes] uint8, which is dropped once no tensor uses it; local."""
+        memory = self.segments[block.segment].regions[self._comm.rank][block.start : block.start + nbytes]
+        # A view has an owner of its own, whose end is the end of the last tensor on it.
+        memory = np.frombuffer(memory.data, dtype=np.uint8) if nbytes else np.empty(0, np.uint8)
+        weakref.finalize(memory, self.dropped.append, block.number).atexit = False
+        return torch.from_numpy(memory)
+
     def common(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 of the first rank's memory on all ranks; collective.
+        """Return [nbytes] uint8 of memory that is the same on all ranks; collective.
+
+        It spans the regions of a segment, and each rank asks for the pages of its own.
 
         Raises:
             MemoryError: There is not enough, on any rank.
         """
-        block = self.allocate(nbytes, common=True)
-        if isinstance(block, str):
+        segment = Segment.create(self._comm, -(-nbytes // self._comm.size))
+        mapped: Tensor | str = segment if isinstance(segment, str) else _backed(segment, nbytes)
+        problems = [text for text in self._comm.allgather(mapped if isinstance(mapped, str) else "") if text]
+        if isinstance(mapped, str) or problems:
             raise MemoryError(
-                f"no {nbytes / 2**20:.0f} MiB could be shared with the other ranks of this node ({block}). "
-                f"What helps: {remedy(block)}"
+                f"no {nbytes / 2**20:.0f} MiB could be shared with the other ranks of this node ({problems[0]}). "
+                f"What helps: {remedy(problems[0])}"
             )
-        return self.tensor(block, nbytes, common=True)
-
-    def tensor(self, block: Block, nbytes: int, *, common: bool = False) -> Tensor:
-        """Return a block's memory, this rank's or the first rank's, [nbytes] uint8; local.
-
-        The block is noted as dropped once no tensor uses it.
-        """
-        region = self.segments[block.segment].regions[0 if common else self._comm.rank]
-        memory = region[block.start : block.start + nbytes]
-        # A view has an owner of its own, whose end is the end of the last tensor on it.
-        memory = np.frombuffer(memory.data, dtype=np.uint8) if nbytes else np.empty(0, np.uint8)
-        weakref.finalize(memory, self.dropped.append, block.number).atexit = False
+        memory = np.frombuffer(mapped.numpy().data, dtype=np.uint8)
+        key = memory.ctypes.data, nbytes
+        self._commons.add(key)
+        weakref.finalize(memory, self._commons.discard, key).atexit = False
         return torch.from_numpy(memory)
 
     def address(self, tensor: Tensor) -> int:
@@ -231,11 +232,9 @@ class Arena:
         return 0
 
     def is_common(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in the first rank's memory, which is common to all; local."""
+        """Return True if a tensor is in memory of `common`; local."""
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes
-        return any(
-            0 <= pointer - segment.addresses[0] <= segment.region_bytes - nbytes for segment in self.segments
-        )
+        return any(0 <= pointer - address <= size - nbytes for address, size in tuple(self._commons))
 
     def parts(self, address: int, nbytes: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return the memory of all local ranks at an address; local."""

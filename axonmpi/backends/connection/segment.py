@@ -20,6 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -79,9 +81,9 @@ class Segment:
             os.close(offered[1])  # by now all have opened the file
         return str(problems[0]) if problems else joined
 
-    def populate(self, start: int, stop: int, region: int | None = None) -> str | None:
-        """Back bytes of a region, by default the own, with memory; local. Returns the reason of a failure."""
-        first = (self.own if region is None else region) * self.region_bytes + start // PAGE * PAGE
+    def populate(self, start: int, stop: int) -> str | None:
+        """Back bytes of this rank's region with memory; local. Returns the reason of a failure."""
+        first = self.own * self.region_bytes + start // PAGE * PAGE
         length = round_up(stop, PAGE) - start // PAGE * PAGE
         return _attempt(lambda: self._reserve(first, length)) if length else None
 
@@ -93,9 +95,15 @@ class Segment:
                 raise
             os.posix_fallocate(self._descriptor, first, length)  # a kernel before Linux 5.14
 
-    def give_back(self, start: int, stop: int, region: int | None = None) -> None:
-        """Return the memory behind bytes of a region, by default the own, to the system; local."""
-        first = (self.own if region is None else region) * self.region_bytes
+    def remapped(self, nbytes: int) -> Tensor | str:
+        """Return its first bytes, [nbytes] uint8, on a mapping that keeps no file open, or why not; local."""
+        file = f"/proc/self/fd/{self._descriptor}"
+        found: Tensor | str = _attempt(lambda: torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8))
+        return found
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Return the memory behind bytes of this rank's region to the system; local."""
+        first = self.own * self.region_bytes
         _attempt(lambda: self.memory.madvise(mmap.MADV_REMOVE, first + start, stop - start))
 
 
@@ -127,7 +135,7 @@ def _attempt(action: Callable[[], Any]) -> Any:
     """Return the result of `action`, or the reason of its failure as a text."""
     try:
         return action()
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -12,7 +12,7 @@ import functools
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from ...observe import unfinished_operation
 from ...record import own_record
 from ...types import Seconds, Work
 from ...utils.partition import split_range
+from ...utils.rows import Exchange
 from ...utils.waiting import RequestWaiter
 from ..buffers import DESCRIPTION_BYTES, as_bytes, describe, described, empty, flat_elements, write_back
 from ..call import Call
@@ -44,6 +45,7 @@ from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..ranks import Parts
 from ..worker import AtOnce, Worker
+from .exchange_rows import exchange_rows
 from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort, RequestWork
 
 if TYPE_CHECKING:
@@ -159,6 +161,7 @@ class MpiBackend(Backend):
         self._agree = self._connection.agreement.agree
         self._node_ranks = self._connection.topology.node_ranks
         self.path = self._connection.path
+        self.spans_nodes = self.path != "node"
         self._is_open_mpi = self._connection.is_open_mpi
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         self.kept_timeout = self.timeout if self.path == "node" else None  # by barriers that collectives begin with
@@ -273,8 +276,15 @@ class MpiBackend(Backend):
         self._exchange({peer: each.contiguous() for peer, each in enumerate(tensors)}, dict(enumerate(received)))
         return received
 
+    def _exchange_rows(self, call: Call, shown: list[Tensor], outputs: list[Tensor], plan: Exchange) -> None:
+        exchange_rows(self._connection, call, shown, outputs, plan, self._begin_exchange)
+
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         """Send and receive contiguous tensors all at once, each to or from the rank that is its key."""
+        self._begin_exchange(sends, receives)()
+
+    def _begin_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        """Begin what `_exchange` does; return how to wait for it."""
         own, target = sends.pop(self.rank, None), receives.pop(self.rank, None)
         if own is not None and target is not None:
             target.copy_(own)
@@ -283,7 +293,12 @@ class MpiBackend(Backend):
             requests += self._pairs.start_receive(as_bytes(receives[peer]), peer, 0, self.sizes.message)
         for peer in self._next_first(sends):
             requests += self._pairs.start_send(as_bytes(sends[peer]), peer, 0, self.sizes.message)
-        self._waiter.wait(*requests)
+
+        def wait() -> None:
+            self._waiter.wait(*requests)
+            sends.clear()  # their memory has to live until now
+
+        return wait
 
     def _next_first(self, peers: Iterable[int]) -> list[int]:
         """Return ranks in an order in which no two ranks begin with the same one; local."""

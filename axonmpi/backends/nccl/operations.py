@@ -23,6 +23,7 @@ from ...types import ReduceOp, Work
 from ...utils.arguments import check_flags
 from ...utils.device import Device, device_at
 from ...utils.partition import split_range
+from ...utils.rows import Exchange
 from ..buffers import DESCRIPTION_BYTES, describe, described
 from ..call import Call, mismatch_error
 from ..call_site import text_with_site
@@ -242,6 +243,16 @@ class NcclOperations(Backend):
             forms = [described(row) for row in answers[:, self.rank]]
         received = [self._collectives.empty(shape, dtype) for dtype, shape in forms]
         self._collectives.exchange(tensors, received)
+        return received
+
+    def _exchange_rows(self, call: Call, shown: list[Tensor], outputs: list[Tensor], plan: Exchange) -> None:
+        self._collectives.keep(*shown, *outputs)
+        with self._collectives.on_stream():  # copies into and out of messages, too
+            super()._exchange_rows(call, shown, outputs, plan)
+
+    def _swap(self, call: Call, sends: list[Tensor], rows: list[int]) -> list[Tensor]:
+        received = [sends[0].new_empty((count, *sends[0].shape[1:])) for count in rows]
+        self._collectives.exchange(sends, received)
         return received
 
     def _rows_of_all(self, rows: int) -> list[int]:

@@ -6,6 +6,7 @@
     axonmpi bench fsdp           a step of fully sharded training, ours and torch's on gloo
     axonmpi bench pipeline       a step of a pipeline by each schedule, ours, torch's on gloo, and the ideal
     axonmpi bench tensor         two blocks sharded over the ranks, ours, torch's on gloo, and the ideal
+    axonmpi bench domain         a step of a sample cut over the ranks: ours, one process, and the ideal
     axonmpi bench torch          torch.distributed on axonmpi's backend and on gloo
     axonmpi bench checkpoint     saving and loading a checkpoint: ours, plain writes, torch's on gloo
     axonmpi bench overhead       the time that Python adds to MPI's own all-reduce of 4 bytes

@@ -18,6 +18,7 @@ from .checkpoint.saving import CHECKPOINT
 from .collectives.between_nodes import NETWORK
 from .collectives.comparison import COLLECTIVES
 from .data_parallel import DDP, FSDP
+from .domain import DOMAIN
 from .harness.benchmark import Benchmark, Figures
 from .overhead import OVERHEAD
 from .pipeline import PIPELINE
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "checkpoint": CHECKPOINT,
     "collectives": COLLECTIVES,
     "ddp": DDP,
+    "domain": DOMAIN,
     "fsdp": FSDP,
     "network": NETWORK,
     "overhead": OVERHEAD,

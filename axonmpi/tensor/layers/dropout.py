@@ -15,7 +15,6 @@ checkpointing, the random numbers of a pipeline's micro-batches) restores the ma
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from ...groups.process_group import ProcessGroup
 from ...groups.world import group_of_this_rank
 from ...utils.arguments import check_flags, hint, integer, number
+from ...wrapping.seeds import block_seed, draw_number
 
 BLOCKS = 192
 """The most blocks of a dimension: a multiple of the usual numbers of ranks."""
@@ -93,24 +93,13 @@ class ShardedDropout(nn.Module):
         rank, size = (0, 1) if self.replicated else (self.process_group.rank, self.process_group.size)
         # The number of blocks divides the full dimension and is a multiple of the ranks: no block is on two ranks.
         count = math.gcd(size * moved.shape[0], math.lcm(self.blocks, size)) // size
-        number = _draw(self.generator)
+        number = draw_number(self.generator)
         mask = torch.empty(moved.shape, dtype=x.dtype, device=x.device)  # contiguous: drawn in order of memory
         generator = torch.Generator("cpu" if x.is_meta else x.device)
         for index, block in enumerate(mask.chunk(count) if mask.numel() else ()):
-            block.bernoulli_(1 - self.p, generator=generator.manual_seed(_seed(number, rank * count + index)))
+            block.bernoulli_(1 - self.p, generator=generator.manual_seed(block_seed(number, rank * count + index)))
         return (mask if self.p == 1 else mask.div_(1 - self.p)).movedim(0, self.dim)
 
     def extra_repr(self) -> str:
         """Describe the layer in `repr()`."""
         return f"p={self.p}, dim={self.dim}, {'replicated' if self.replicated else 'sharded'}"
-
-
-def _draw(generator: torch.Generator | None) -> int:
-    """Draw a number of 63 bits."""
-    device = torch.device("cpu") if generator is None else generator.device
-    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
-
-
-def _seed(number: int, block: int) -> int:
-    """Return the seed of a block; seeds of close numbers and blocks differ also in their low 32 bits."""
-    return int.from_bytes(hashlib.sha256(f"{number}/{block}".encode()).digest()[:8], "little") >> 1

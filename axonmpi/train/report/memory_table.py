@@ -1,6 +1,6 @@
 """The table of the ranks' shards and memory that is shown when a run begins.
 
-mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
+mesh: dp 2 x pp 2 x cp 1 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
 pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*
  0  0-1 4-5  1/2 of embedding, blocks 0 to 1        106,752      0.4        1.2        0.8           3.4   5.8
  1  2-3 6-7  1/2 of blocks 2 to 3, output layer     106,816      0.4        1.2        0.8           1.9   4.4
@@ -17,11 +17,12 @@ autograd keeps these multiples of the width D, where r is `mlp_ratio`:
                          the result                                               1
     inside the mlp       before and after the activation function                 2 r
 
-The inside is divided by tp, the stream by tp with sequence parallelism only.
+The inside is divided by tp, the stream by tp with sequence parallelism only, the positions by cp.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ def memory_table(config: Config, grid: RankGrid, schedule: Schedule | None, rank
 
 def _mesh(config: Config, grid: RankGrid) -> str:
     shape = " x ".join(f"{axis} {size}" for axis, size in grid.shape.items())
-    ranks = counted(grid.dp * grid.pp * grid.tp, "rank")
+    ranks = counted(math.prod(grid.shape.values()), "rank")
     notes = [f"mesh: {shape} = {ranks}{_order(grid)}"]
     if config.run.fsdp != "none":
         notes.append(f"parameters sharded along dp ({config.run.fsdp})")
@@ -166,4 +167,4 @@ def _bytes_of_activations(config: Config, stages: Sequence[GPTStage] | None, pea
     outputs = 1 if stages is None else sum(stage.head is not None for stage in stages)
     block, output = bytes_of_position(config)
     of_stage = (blocks * block + outputs * output) / (1 if stages is None else len(stages))
-    return round(peak * sequences * config.model.sequence_length * of_stage)
+    return round(peak * sequences * config.model.sequence_length / config.mesh.cp * of_stage)

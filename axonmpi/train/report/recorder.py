@@ -24,6 +24,7 @@ from ...across_ranks.comparison import raised_on_all
 from ...groups.process_group import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
+from ...utils.pictures import import_matplotlib
 from ...utils.text import counted, name_ranks
 from ..config import Config
 from .metrics import METRICS, HeldOutMetrics, StepMetrics, write_lines
@@ -221,6 +222,7 @@ def _plot_losses(
         unigram_entropy: Nats per byte, drawn as a level line.
         title: Heading.
     """
+    import_matplotlib()
     # not pyplot: the threads of a process share its state, and it looks for a display
     from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi import cli
-from axonmpi.cli.bench import main, pipeline, tensor
+from axonmpi.cli.bench import domain, main, pipeline, tensor
 from axonmpi.cli.bench.collectives import between_nodes as network
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
 from axonmpi.cli.bench.collectives.comparison import VARIANTS
@@ -29,6 +29,7 @@ IN_ONE_JOB = {
     "network": "--sizes 4B 12KiB --seconds 0.001",
     "pipeline": "--layers 2 --width 32 --length 4 --micro-batches 4",
     "tensor": "--width 32 --heads 4 --lengths 4 8",
+    "domain": "--field 24 --volume 8 --image 16 --channels 2 --samples 2",
 }
 
 
@@ -148,6 +149,15 @@ def test_tensor(figures, printed):
     assert tensor.table([figures]) in printed
 
 
+def test_domain(figures, printed):
+    assert (figures["field"], list(figures["models"])) == (24, ["unet2d", "unet3d", "vit"])
+    for of_model in figures["models"].values():
+        assert list(of_model["milliseconds"]) == ["compute", "axonmpi"]
+        assert list(of_model["memory"]) == ["compute", "one process", "axonmpi"]
+        assert min(*of_model["milliseconds"].values(), *of_model["memory"].values()) > 0
+    assert domain.table([figures]) in printed
+
+
 def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_path, monkeypatch):
     """Printed to an output of few letters, which loses no figures."""
     command = "axonmpi bench collectives --ranks 1 --blocks 1 --sizes 4B --json f.json --plot f.png"
@@ -179,6 +189,7 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
         ("network --no-gloo", {"torch": False, "seconds": 0.02}),
         ("overhead", {"torch": False, "blocks": 15}),
         ("fsdp", {"torch": True, "batch": 64}),
+        ("domain", {"torch": False, "models": ["unet2d", "unet3d", "vit"], "volume": 96}),
     ],
 )
 def test_options_have_defaults_and_are_read(arguments, values):
@@ -216,6 +227,7 @@ def test_options_have_defaults_and_are_read(arguments, values):
         ("tensor --lengths", "--lengths"),
         ("tensor --lengths 4 -1", "--lengths: expected a positive number, got '-1'"),
         ("tensor --depth", "--depth"),
+        ("domain --models resnet", "'resnet'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, complaint, capsys):

@@ -5,9 +5,9 @@ import torch
 from helpers.compare import assert_equal, assert_precise, refused
 from helpers.models import built
 from helpers.settings import each_pair
+from helpers.steps import again
 from helpers.transformer_parts import part, randn, seeded
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 
@@ -60,7 +60,7 @@ def test_ways_of_using(world) -> None:
     ids = torch.tensor([[1, 6], [3, 1]])
     for module in (embedding, layer):
         (module(ids) * module(ids.t())).sum().backward()
-        checkpoint(module, ids, use_reentrant=False).sin().sum().backward()
+        again(module, ids, False).sin().sum().backward()
     assert_precise(layer.weight.grad, rows_of(embedding.weight.grad, world))
     with torch.inference_mode():
         assert_precise(layer.eval()(ids), embedding(ids))

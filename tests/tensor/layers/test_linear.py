@@ -15,6 +15,7 @@ from helpers.compare import (
     refused,
 )
 from helpers.settings import each_pair
+from helpers.steps import again
 from helpers.transformer_parts import (
     MLP,
     OF_MLP,
@@ -33,7 +34,6 @@ from helpers.transformer_parts import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 from axonmpi.tensor import Shard
@@ -121,11 +121,11 @@ def only_some_gradients(model: MLP, x: Tensor) -> None:
 
 def checkpointed(model: MLP, x: Tensor) -> None:
     for use_reentrant in (False, True):
-        checkpoint(model, x, use_reentrant=use_reentrant).sin().sum().backward()
+        again(model, x, use_reentrant).sin().sum().backward()
 
 
 def checkpointed_in_part(model: MLP, x: Tensor) -> None:
-    between = model.up(x) + checkpoint(model.up, x, use_reentrant=False)
+    between = model.up(x) + again(model.up, x, False)
     model.down(F.gelu(between)).sin().sum().backward()
 
 

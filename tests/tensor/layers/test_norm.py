@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.compare import assert_close, refused
 from helpers.models import built
+from helpers.steps import again
 from helpers.transformer_parts import Sent, floats, part, randn
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from axonmpi import ParallelMLP, sequence_parallel_norm
 from axonmpi.testing import run_ranks
@@ -65,8 +65,8 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(world, make):
     x, weights = floats(3, 8, WIDTH), floats(3, 8, WIDTH, seed=9)
     for run in (
         lambda norm, x: norm(x),
-        lambda norm, x: checkpoint(norm, x, use_reentrant=False),
-        lambda norm, x: checkpoint(norm, x, use_reentrant=True),
+        lambda norm, x: again(norm, x, False),
+        lambda norm, x: again(norm, x, True),
     ):
         expected = [part(of_all, world) for of_all in train(whole, x, weights)]
         assert_close(train(norm, part(x, world), part(weights, world), run), expected)

@@ -27,6 +27,7 @@ from ....comm import symmetric_empty
 from ....groups.world import World
 from ....launch import start as runtime
 from ....utils.device import Device, device_at
+from ....utils.pictures import import_matplotlib
 from ....utils.text import counted
 from ..harness.benchmark import Benchmark, Figures
 from ..harness.options import PICTURE, choices, sizes
@@ -202,6 +203,7 @@ def plot(path: Path, results: list[Figures]) -> None:
 
     A row for each number of ranks, a column for each operation and dtype, a line for each variant.
     """
+    import_matplotlib()
     # Not pyplot: the threads of a process share its state, and it looks for a display.
     from matplotlib.figure import Figure
 
