@@ -25,6 +25,7 @@ from ..errors import DtypeError
 from ..types import ReduceOp
 from ..utils.arguments import member
 from ..utils.cache import BoundedCache
+from ..utils.device import device_at
 from .tuning import MAX_PLANS, WIDE_ELEMENTS
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -278,8 +279,8 @@ def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch
 
 
 def _workspace(out: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors of the shape of `out`, in memory that each thread keeps for this."""
-    if out.numel() > WIDE_ELEMENTS or out.device.type != "cpu":
+    """Return two tensors of the shape of `out`, in memory that each thread keeps for this, if no stream is late."""
+    if out.numel() > WIDE_ELEMENTS or device_at(out.device).is_asynchronous:
         return torch.empty_like(out, dtype=wide), torch.empty_like(out, dtype=wide)
     views: BoundedCache[Any, tuple[Tensor, Tensor]] | None = getattr(_thread, "views", None)
     if views is None:
