@@ -158,21 +158,16 @@ def given(tmp_path: Path) -> Path:
     return tmp_path / "given"
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_jobs_beside_three_packages(
-    kind: str, distributions: tuple[Path, Path], given: Path, tmp_path: Path
-) -> None:
+def test_jobs_beside_three_packages(distributions: tuple[Path, Path], given: Path, tmp_path: Path) -> None:
     """Two users, if this process may be them, run it at once from one installation that neither can write to."""
-    wheel, sdist = distributions
+    _, sdist = distributions
     command = FROM_SOURCES.replace(sdist.name, str(sdist))
     assert str(sdist) in command
-    if kind == "wheel":
-        command = command.replace("--no-build-isolation ", "").replace(str(sdist), str(wheel))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     installed = tmp_path / "installed"
     env = {**os.environ, "PATH": path, "PIP_TARGET": str(installed), "PIP_NO_COMPILE": "1"}
     subprocess.run(["bash", "-euc", command], env=env, check=True, timeout=limit(60))
-    link_packages(tmp_path / "site", *THREE, metadata=kind == "wheel")  # some sites have none
+    link_packages(tmp_path / "site", *THREE, metadata=False)  # some sites have none
     venv.create(tmp_path / "python")  # whatever else the Python of this machine has
     for folder, _, _ in os.walk(installed):
         os.chmod(folder, 0o555)
