@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import pad
 
 from .backends import check_sizes, check_tensor, wrap_dim
 from .errors import DtypeError
@@ -272,34 +273,33 @@ def fetch_rows(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, val
 
 
 def begin_rows(
-    tensor: Tensor,
-    plan: RowPlan,
-    group: ProcessGroup,
-    dim: int,
-    slices: Sequence[tuple[int, int]],
-    value: float = 0.0,
-) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """Begin `fetch_rows`; what is computed until the rows are needed hides their way; collective, backward, too.
+    tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, start: int, stop: int, *, async_op: bool = False
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Begin `fetch_rows`, for functions that use the rows apart from the tensor's own; collective, backward, too.
 
-    Autograd runs the node that was made last first, so backward hides the way of gradients in the reverse order:
+    Autograd runs the node that was made last first. So if rows travel meanwhile, computation hides their way, and
+    in backward that of their gradients:
 
-        forward     begin    compute with slices       wait     compute with the rows
-        backward    wait     gradient of that          begin    gradient of that
+        forward     begin    compute with own rows      wait     compute with the rows
+        backward    wait     gradient of that           begin    gradient of that
 
     Args:
         tensor: This rank's part.
         plan: The plan.
         group: The ranks.
         dim: The dimension along which the ranks' parts follow each other.
-        slices: First row and end of those slices of the tensor that are needed with a gradient, the largest first.
-        value: Rows beyond the ends.
+        start: The first of the tensor's own rows that are used.
+        stop: The end of them.
+        async_op: Let rows travel meanwhile. Else they are here when this returns, and their gradients are sent
+            after those of the own rows are computed.
 
     Returns:
-        The slices, which share memory with the tensor, and a function that waits for the rows and returns them.
+        The own rows, which share memory with the tensor, to be used by one function whose gradient is memory of its
+        own; and a function that waits for the rows and returns them.
     """
-    passage = _Passage(plan, group, dim, slices)
-    rows, *parts = _Begun.apply(tensor, passage, value)  # type: ignore[no-untyped-call]
-    return parts, lambda: _apply(_Ended, rows, passage)
+    passage = _Passage(plan, group, dim, start, stop, async_op)
+    rows, own = _Begun.apply(tensor, passage)  # type: ignore[no-untyped-call]
+    return own, lambda: _apply(_Ended, rows, passage)
 
 
 def return_rows(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
@@ -420,7 +420,7 @@ def _fetched(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Te
 
 
 def _begin_fetched(
-    tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, value: float = 0.0, *, async_op: bool = False
+    tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, *, async_op: bool = False
 ) -> tuple[Tensor, Work | None]:
     """Return memory for this rank's rows, and how to wait for those of other ranks; collective."""
     rank, rows = group.rank, tensor.detach().movedim(dim, 0)
@@ -428,7 +428,7 @@ def _begin_fetched(
     result = tensor.new_empty(shape)
     target = result.movedim(dim, 0)
     for low, high in plan.beyond(rank):
-        target[low:high] = value
+        target[low:high] = 0
     for run in plan.own(rank):
         target[run.at : run.at + run.stop - run.start] = rows[run.start : run.stop]
     if group.size == 1:
@@ -441,13 +441,12 @@ def _begin_fetched(
 
 def _returned(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
     """Return the sum of what ranks got of each of this rank's rows; collective."""
-    shape = (*tensor.shape[:dim], plan.sizes[group.rank], *tensor.shape[dim + 1 :])
-    return _begin_returned(tensor, plan, group, dim)(tensor.new_zeros(shape))
+    return _begin_returned(tensor, plan, group, dim)(None)
 
 
 def _begin_returned(
     tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, *, async_op: bool = False
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[[Tensor | None], Tensor]:
     """Begin to return rows; the result waits for those of other ranks and adds them to a tensor; collective."""
     rank, rows = group.rank, tensor.detach().movedim(dim, 0)
     runs = plan.returned(rank)
@@ -458,15 +457,25 @@ def _begin_returned(
         label = f"{plan.mode} of {sum(plan.sizes)} rows, back"
         work = group.backend.exchange_rows(shown, taken, plan.transposed, async_op=async_op, label=label)
 
-    def finish(result: Tensor) -> Tensor:
+    def finish(result: Tensor | None) -> Tensor:
         if work is not None:
             work.wait()
         # In rank order: runs of lower ranks, own ones, those of higher ranks.
         gradients = [(run.start, run.stop, part) for run, part in zip(runs, taken, strict=True)]
         own = [(run.start, run.stop, rows[run.at : run.at + run.stop - run.start]) for run in plan.own(rank)]
         before = sum(len([run for run in plan.runs[other] if run.owner == rank]) for other in range(rank))
+        gradients[before:before] = own
+        if result is None:
+            result = tensor.new_empty((*tensor.shape[:dim], plan.sizes[rank], *tensor.shape[dim + 1 :]))
+            if before < 2 and len(own) == 1:  # a sum of two is the same in any order
+                start, stop, part = gradients.pop(before)
+                result.narrow(dim, 0, start).zero_()
+                result.movedim(dim, 0)[start:stop] = part
+                result.narrow(dim, stop, plan.sizes[rank] - stop).zero_()
+            else:
+                result.zero_()
         target = result.movedim(dim, 0)
-        for start, stop, part in (*gradients[:before], *own, *gradients[before:]):
+        for start, stop, part in gradients:
             target[start:stop] += part
         return result
 
@@ -481,7 +490,9 @@ class _Passage:
         plan: The plan.
         group: The ranks.
         dim: The dimension along which the rows lie.
-        slices: Rows of the tensor that are used meanwhile.
+        start: The first of the tensor's own rows that are used.
+        stop: The end of them.
+        async_op: True if they travel during computation.
         work: How to wait for the rows.
         finish: Waits for the gradients, and adds them to a tensor; None: they have not been sent.
     """
@@ -489,53 +500,50 @@ class _Passage:
     plan: RowPlan
     group: ProcessGroup
     dim: int
-    slices: Sequence[tuple[int, int]]
+    start: int
+    stop: int
+    async_op: bool
     work: Work | None = None
-    finish: Callable[[Tensor], Tensor] | None = None
+    finish: Callable[[Tensor | None], Tensor] | None = None
 
     def send_back(self, gradient: Tensor) -> None:
         """Begin to return the gradients of rows to their owners."""
-        self.finish = _begin_returned(gradient, self.plan, self.group, self.dim, async_op=True)
+        self.finish = _begin_returned(gradient, self.plan, self.group, self.dim, async_op=self.async_op)
 
-    def placed(self, gradient: Tensor, low: int, high: int) -> Tensor:
-        """Return the gradient of a slice as that of the tensor."""
-        dim, size = self.dim, self.plan.sizes[self.group.rank]
-        shapes = ([*gradient.shape[:dim], rows, *gradient.shape[dim + 1 :]] for rows in (low, size - high))
-        before, behind = map(gradient.new_zeros, shapes)
-        return torch.cat([before, gradient, behind], dim)
+    def placed(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the own rows as that of the tensor."""
+        behind = self.plan.sizes[self.group.rank] - self.stop
+        if not self.start and not behind:
+            return gradient
+        return pad(gradient, [0, 0] * (gradient.dim() - 1 - self.dim) + [self.start, behind])
 
 
 class _Begun(Function):
-    """Rows that are on their way, and slices of a tensor; backward waits for the gradients of the rows."""
+    """Rows that are on their way, and own rows of a tensor; backward waits for the gradients of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, passage: _Passage, value: float) -> Any:
+    def forward(ctx: Any, tensor: Tensor, passage: _Passage) -> Any:
         ctx.passage = passage
-        options = passage.plan, passage.group, passage.dim, value
-        rows, passage.work = _begin_fetched(tensor, *options, async_op=True)
-        return rows, *(tensor.narrow(passage.dim, low, high - low) for low, high in passage.slices)
+        options = passage.plan, passage.group, passage.dim
+        rows, passage.work = _begin_fetched(tensor, *options, async_op=passage.async_op)
+        return rows, tensor.narrow(passage.dim, passage.start, passage.stop - passage.start)
 
     @staticmethod
-    def backward(ctx: Any, *all_grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         passage: _Passage = ctx.passage
-        of_rows, *grads = all_grads
+        of_rows, of_own = grads
         if torch.is_grad_enabled():  # for gradients of gradients, which do not travel meanwhile
-            total = return_rows(of_rows, passage.plan, passage.group, passage.dim)
-            for grad, rows in zip(grads, passage.slices, strict=True):
-                total = total + passage.placed(grad, *rows)
-            return total, None, None
-        if passage.finish is None:  # nobody used the rows, of which there are none
+            returned = return_rows(of_rows, passage.plan, passage.group, passage.dim)
+            return returned + passage.placed(of_own), None
+        if passage.finish is None:
             passage.send_back(of_rows)
         assert passage.finish is not None
-        total = passage.placed(grads[0], *passage.slices[0])
-        for grad, (low, high) in zip(grads[1:], passage.slices[1:], strict=True):
-            total.narrow(passage.dim, low, high - low).add_(grad)
         finish, passage.finish = passage.finish, None
-        return finish(total), None, None
+        return finish(passage.placed(of_own)), None
 
 
 class _Ended(Function):
-    """Rows that have come; backward sends their gradients to the owners."""
+    """Rows that have come; backward sends their gradients to the owners, if they travel during computation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, passage: _Passage) -> Tensor:
@@ -547,7 +555,7 @@ class _Ended(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.is_grad_enabled():
+        if ctx.passage.async_op and not torch.is_grad_enabled():
             ctx.passage.send_back(grads[0])
         return grads[0], None
 

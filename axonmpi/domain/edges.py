@@ -4,19 +4,22 @@ x [.., rows, ..]     the layer before keeps it anyway
 before, after        rows that were fetched from other ranks, and zeros beyond the ends
 padded               made for the call, freed behind it, made again in backward
 
-Between nodes there is no padded copy: outputs that need own rows alone are computed while the edges are on their
-way, then those at both ends; see `autograd.begin_rows`.
+A convolution is a sum, so along one dimension it needs no padded copy: it is computed of the own rows, which torch
+pads with zeros, and those of the edges are added to the outputs at both ends. Between nodes the edges are on their
+way meanwhile; see `autograd.begin_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 
 from ..autograd import begin_rows, fetch_rows
 from ..groups.process_group import ProcessGroup
@@ -42,22 +45,37 @@ class _Edges(NamedTuple):
     after: Tensor
 
 
-class _Ahead(NamedTuple):
-    """Outputs of own rows alone, which are computed before the others.
+class _Apart(NamedTuple):
+    """Own rows for a convolution, and edges that are not beside them.
 
     Attributes:
-        dim: The dimension along which rows are on their way.
-        start: The first own row that the outputs need.
-        parts: The own rows of these outputs, then those of the outputs before, and of the ones behind.
-        at: How many edges are before the own rows.
+        dim: The dimension along which they lie.
+        start: The first own row that is needed.
+        rows: The own rows.
+        before: How many edges are before the own rows, on other ranks or beyond the ends.
+        behind: How many are behind.
+        outputs: The number of outputs.
+        window: The convolution's window.
+        of_others: Whether other ranks have rows before, and behind.
         wait: Waits for the edges and returns them.
     """
 
     dim: int
     start: int
-    parts: list[Tensor]
-    at: int
+    rows: Tensor
+    before: int
+    behind: int
+    outputs: int
+    window: Window
+    of_others: tuple[bool, bool]
     wait: Callable[[], Tensor]
+
+
+class Convolve(Protocol):
+    """A convolution with its stride, dilation and groups."""
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        """Return the outputs."""
 
 
 class Padded:
@@ -74,49 +92,75 @@ class Padded:
         self.tensor = tensor
         self._own, self._version = tensor.detach(), None if tensor.is_inference() else tensor._version
         self._edges: list[_Edges] = []
-        self._ahead: _Ahead | None = None
+        self._apart: _Apart | None = None
 
     def fetch(self, plan: RowPlan, group: ProcessGroup, dim: int, value: float) -> None:
         """Fetch rows of other ranks along a dimension; collective."""
-        self.tensor = fetch_rows(self.tensor, plan, group, dim, value)
         start, stop, at = next(((run.start, run.stop, run.at) for run in plan.own(group.rank)), (0, 0, 0))
+        if stop - start == plan.rows(group.rank) == plan.sizes[group.rank]:  # the own part, without a copy
+            self.tensor, wait = begin_rows(self.tensor, plan.edges, group, dim, start, stop)
+            wait()
+            return
+        self.tensor = fetch_rows(self.tensor, plan, group, dim, value)
         rows = self.tensor.detach()
         ends = (0, at), (at + stop - start, rows.shape[dim])
         before, after = (rows.narrow(dim, low, high - low).clone() for low, high in ends)
         self._edges.append(_Edges(dim, start, stop, before, after))
 
-    def begin(self, plan: RowPlan, group: ProcessGroup, dim: int, value: float, window: Window) -> bool:
-        """Begin to fetch rows along a dimension, the last one, if most outputs need none of them; collective."""
-        runs, step, extent = plan.own(group.rank), window.stride, window.extent
-        if len(runs) != 1 or extent < step:
+    def begin(self, plan: RowPlan, group: ProcessGroup, dim: int, window: Window, *, travels: bool) -> bool:
+        """Begin to fetch a convolution's rows along a dimension, the last one; collective.
+
+        Args:
+            plan: The plan.
+            group: The ranks.
+            dim: The dimension.
+            window: The window.
+            travels: Whether the rows travel during computation.
+
+        Returns:
+            False if few outputs need own rows alone: nothing is fetched.
+        """
+        runs, size, step = plan.own(group.rank), plan.rows(group.rank), window.stride
+        if len(runs) != 1:
             return False
-        ((_, own, end, at),) = runs
-        outputs = (plan.rows(group.rank) - extent) // step + 1
-        first, stop = -(-at // step), (at + end - own - extent) // step + 1
-        if 2 * (stop - first) <= outputs:
+        ((_, start, stop, before),) = runs
+        behind, outputs = size - before - (stop - start), (size - window.extent) // step + 1
+        if 2 * (-(-before // step) - (-behind // step)) > outputs:
             return False
-        shift = own - at
-        before = own, max(shift + (first - 1) * step + extent, own)
-        behind = min(shift + stop * step, end), end
-        slices = (shift + first * step, shift + (stop - 1) * step + extent), before, behind
-        parts, wait = begin_rows(self.tensor, plan.edges, group, dim, slices, value)
-        self._ahead = _Ahead(dim, slices[0][0], parts, at, wait)
+        edges = plan.edges
+        at = [run.at for run in edges.foreign(group.rank)]
+        of_others = min(at, default=before) < before, max(at, default=-1) >= before
+        rows, wait = begin_rows(self.tensor, edges, group, dim, start, stop, async_op=travels)
+        self._apart = _Apart(dim, start, rows, before, behind, outputs, window, of_others, wait)
         return True
 
     def computed(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return outputs, which a function computes of rows; collective if rows are on their way."""
-        if self._ahead is None:
-            with self._saved_in_parts():
-                return compute(self.tensor)
-        dim, start, (inner, *ends), at, wait = self._ahead
-        with self._saved_in_parts(dim, start, inner.shape[dim]):
-            parts = [compute(inner)]
-        before, behind = wait().tensor_split([at], dim)
-        if before.shape[dim]:
-            parts.insert(0, compute(torch.cat([before, ends[0]], dim)))
-        if behind.shape[dim]:
-            parts.append(compute(torch.cat([ends[1], behind], dim)))
-        return torch.cat(parts, dim)
+        """Return outputs, which a function computes of the tensor with its edges."""
+        with self._saved_in_parts():
+            return compute(self.tensor)
+
+    def convolved(self, convolve: Convolve, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        """Return a convolution of the tensor with its edges; collective if these are on their way."""
+        if self._apart is None:
+            return self.computed(lambda rows: convolve(rows, weight, bias, padding))
+        apart, self._apart = self._apart, None
+        dim, step, outputs = apart.dim, apart.window.stride, apart.outputs
+        # As torch pads both ends alike, there may be more outputs than needed at both.
+        more = max(-((apart.before - apart.behind) // step), 0)
+        sizes = list(padding)
+        sizes[dim - apart.rows.dim()] = apart.before + more * step
+        with self._saved_in_parts(dim, apart.start, apart.rows.shape[dim]):
+            result = convolve(apart.rows, weight, bias, sizes)
+        sizes[dim - apart.rows.dim()] = 0
+        starts, sums = [], []
+        for is_behind, edges in enumerate(apart.wait().tensor_split([apart.before], dim)):
+            if apart.of_others[is_behind]:
+                rows, taps = _of_edges(edges, weight, dim, apart.window, outputs, is_behind=bool(is_behind))
+                sums.append(convolve(rows, taps, None, sizes))
+                starts.append(more + (outputs - sums[-1].shape[dim] if is_behind else 0))
+        if sums:
+            result = _Added.apply(result, dim, starts, *sums)  # type: ignore[no-untyped-call]
+        return result if result.shape[dim] == outputs else result.narrow(dim, more, outputs)
 
     def pad(self, dim: int, before: int, after: int, value: float) -> None:
         """Add rows of a constant at both ends of a dimension; local."""
@@ -163,3 +207,32 @@ class Padded:
         for dim, start, stop, before, after in self._edges:
             padded = torch.cat([before, padded.narrow(dim, start, stop - start), after], dim)
         return padded
+
+
+def _of_edges(
+    edges: Tensor, weight: Tensor, dim: int, window: Window, outputs: int, *, is_behind: bool
+) -> tuple[Tensor, Tensor]:
+    """Return edges, with zeros for own rows, and the slice of the weight that meets them, for one end's outputs."""
+    count, at = edges.shape[dim], dim - edges.dim()
+    touched = min(-(-count // window.stride), outputs)
+    taps = min(-(-count // window.dilation), window.kernel)
+    own = (touched - 1) * window.stride + (taps - 1) * window.dilation + 1 - count
+    ends = [own, 0] if is_behind else [0, own]  # negative: further edges, which meet no output
+    rows = edges if not own else pad(edges, [0, 0] * (-1 - at) + ends)
+    return rows, weight.narrow(at, window.kernel - taps if is_behind else 0, taps)
+
+
+class _Added(Function):
+    """A tensor with others added to its rows, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, starts: Sequence[int], *others: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.dim, ctx.rows = dim, [(start, each.shape[dim]) for start, each in zip(starts, others, strict=True)]
+        for (start, rows), other in zip(ctx.rows, others, strict=True):
+            tensor.narrow(dim, start, rows).add_(other)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None, *(grads[0].narrow(ctx.dim, *rows) for rows in ctx.rows)

@@ -13,7 +13,7 @@ whole's, the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from ..layout import Factor, Layout
 from ..movement import apply, gathered
 from .elementwise import beside
 from .reductions import WIDE, merged, of_ranks
+
+_CACHED = 2**17
+"""Elements of an intermediate result that stay in a core's cache."""
 
 
 @composed(functional.batch_norm, functional.instance_norm, functional.group_norm, functional.local_response_norm)
@@ -177,11 +180,7 @@ def _normalized(
     found = [wide.new_zeros(part.shape[1] // neighbours, dtype=torch.float64)] * 2
     if part.numel():
         opened = wide.unflatten(1, (-1, neighbours))
-        dims = [0, *range(2, opened.dim())]
-        near = opened.mean(dims, keepdim=True)  # two passes take a fifth of torch.batch_norm_update_stats
-        apart = opened - near
-        rest = apart.mean(dims).double()  # of the mean, which is rounded
-        found = [(apart.square_().mean(dims) - rest.square()).clamp_(min=0), near.flatten() + rest]
+        found = [torch.cat(each) for each in zip(*(_statistics(*each) for each in _in_cache(opened)), strict=True)]
     variance, mean = merged(*of_ranks(x.mesh, cut, torch.stack(found)))
     both = torch.stack([mean, variance]).to(wide.dtype).repeat_interleave(neighbours, 1)
     weight, bias = (each if each is None else each.to(wide.dtype) for each in affine)
@@ -189,6 +188,23 @@ def _normalized(
     result: Tensor = apply(_Normalized, part, weight, bias, both, group, count, neighbours, eps)
     unbiased = variance * (count / max(count - 1, 1))
     return made(result.view(x.shape), x.whole, x.mesh), torch.stack([mean, unbiased])
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float64 variances and means of dimension 1; local."""
+    dims = [0, *range(2, x.dim())]
+    near = x.mean(dims, keepdim=True)  # two passes take a fifth of torch.batch_norm_update_stats
+    apart = x - near
+    rest = apart.mean(dims).double()  # of the mean, which is rounded
+    return (apart.square_().mean(dims) - rest.square()).clamp_(min=0), near.flatten() + rest
+
+
+def _in_cache(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut tensors along dimension 1 into slices whose intermediate results stay in a core's cache; local."""
+    first, channels = tensors[0], tensors[0].shape[1]
+    if first.is_cpu and first.is_contiguous():
+        channels = max(_CACHED * channels // max(first.numel(), 1), 1)
+    return zip(*(tensor.split(channels, 1) for tensor in tensors), strict=True)
 
 
 class _Normalized(Function):
@@ -214,7 +230,7 @@ class _Normalized(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         part, weight, (mean, variance) = ctx.saved_tensors
-        gradient, own = torch.zeros_like(part), mean.new_zeros(2, len(mean))
+        gradient, own = torch.empty_like(part), mean.new_zeros(2, len(mean))
         if part.numel():  # torch divides by zero otherwise
             gradient, *sums = torch.ops.aten.native_batch_norm_backward(
                 grads[0], part, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
@@ -226,6 +242,8 @@ class _Normalized(Function):
         scale = (variance + ctx.eps).rsqrt()
         slope, less = sums.repeat_interleave(ctx.neighbours, 1) * (scale / ctx.count)
         shape = [1, -1, *[1] * (part.dim() - 2)]
-        deviation = (part - mean.view(shape)).mul_((slope * scale).view(shape)).add_(less.view(shape))
+        of_channels = (each.view(shape) for each in (mean, slope * scale, less))
+        for x, to, near, factor, constant in _in_cache(part, gradient, *of_channels):
+            to.sub_((x - near).mul_(factor).add_(constant))
         affine = [each if needed else None for each, needed in zip(own, ctx.needs_input_grad[1:3], strict=True)]
-        return gradient.sub_(deviation), *affine, None, None, None, None, None
+        return gradient, *affine, None, None, None, None, None

@@ -49,7 +49,12 @@ def _convolution(
     windows = [Window(*numbers) for numbers in zip(kernels, strides, before, after, dilations, strict=True)]
     weight, bias = _shared_weights(x, weight, bias)  # first: their gradients are added last on all ranks
     fetch = fetch_windows(func, x, windows, 0.0, channels=weight.shape[0])
-    return fetch.result(lambda rows: func(rows, weight, bias, strides, fetch.padding, dilations, groups))
+
+    def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        outputs: Tensor = func(rows, weight, bias, strides, padding, dilations, groups)
+        return outputs
+
+    return fetch.of_outputs(fetch.padded.convolved(convolve, weight, bias, fetch.padding))
 
 
 @rule(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
@@ -194,7 +199,10 @@ class _Fetch:
 
     def result(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this rank's part of the result, which a function computes of the rows."""
-        computed = self.padded.computed(compute)
+        return self.of_outputs(self.padded.computed(compute))
+
+    def of_outputs(self, computed: Tensor) -> Tensor:
+        """Return what this rank has computed as its part of the result; local."""
         for dim in self.empty:
             computed = computed.narrow(dim, 0, 0)
         return made(computed, self.whole, self.mesh)
@@ -231,8 +239,9 @@ def fetch_windows(
         # Beyond the end by a window's rows: nobody has them, whatever the padding.
         plan = row_plan(split_sizes(rows, mesh.size(axis)), tuple(ranges), "zeros")
         group = mesh.group(axis)
-        travels = dim == order[-1][0] and group.backend.spans_nodes and group.backend.overlaps
-        if not travels or not fetch.padded.begin(plan, group, dim, value, window):
+        travels = group.backend.spans_nodes and group.backend.overlaps
+        is_apart = channels is not None and dim == order[-1][0]
+        if not is_apart or not fetch.padded.begin(plan, group, dim, window, travels=travels):
             fetch.padded.fetch(plan, group, dim, value)
         fetch.padding[dim - first] = 0
         low, high = outputs[mesh.rank(axis)]
