@@ -232,8 +232,8 @@ class _Normalized(Function):
         part, weight, (mean, variance) = ctx.saved_tensors
         gradient, own = torch.empty_like(part), mean.new_zeros(2, len(mean))
         if part.numel():  # torch divides by zero otherwise
-            gradient, *sums = torch.ops.aten.native_batch_norm_backward(
-                grads[0], part, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            _, *sums = torch.ops.aten.native_batch_norm_backward(
+                grads[0], part, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
             own = torch.stack(sums)
         if ctx.group is not None:
@@ -241,9 +241,9 @@ class _Normalized(Function):
         sums = (own if weight is None else own * weight).view(2, -1, ctx.neighbours).sum(2)
         scale = (variance + ctx.eps).rsqrt()
         slope, less = sums.repeat_interleave(ctx.neighbours, 1) * (scale / ctx.count)
-        shape = [1, -1, *[1] * (part.dim() - 2)]
-        of_channels = (each.view(shape) for each in (mean, slope * scale, less))
-        for x, to, near, factor, constant in _in_cache(part, gradient, *of_channels):
-            to.sub_((x - near).mul_(factor).add_(constant))
+        factors = mean, slope * scale, less, scale if weight is None else scale * weight
+        of_channels = (each.view(1, -1, *[1] * (part.dim() - 2)) for each in factors)
+        for to, grad, x, near, steep, constant, factor in _in_cache(gradient, grads[0], part, *of_channels):
+            torch.mul(grad, factor, out=to).sub_((x - near).mul_(steep).add_(constant))
         affine = [each if needed else None for each, needed in zip(own, ctx.needs_input_grad[1:3], strict=True)]
         return gradient, *affine, None, None, None, None, None

@@ -22,7 +22,7 @@ from ...utils.rows import row_plan
 from ..domain_tensor import DomainTensor, made, refused, rule
 from ..edges import Padded
 from ..layout import Factor, Layout, bounds
-from ..movement import fetched, shared, simplified
+from ..movement import shared, simplified
 from ..window_arithmetic import Transposed, Window
 from .functions import each, named
 
@@ -76,8 +76,7 @@ def _transposed_convolution(
     strides, paddings, more, dilations = numbers
     first = len(x.whole.dims) - count
     whole = _result_layout(func, x, windows, weight.shape[1] * groups)
-    part: Tensor = x
-    starts: dict[int, int] = {}
+    padded, starts = Padded(x.as_subclass(Tensor)), dict[int, int]()
     for dim, window in enumerate(windows, first):
         if (axis := x.whole.axis_of(dim)) is None:
             continue
@@ -87,15 +86,17 @@ def _transposed_convolution(
             ranges.append((start, stop) if start < stop and low < high else (rows, rows + 1))
         starts[dim] = window.first_output(ranges[x.mesh.rank(axis)][0])
         paddings[dim - first] = more[dim - first] = 0
-        part = fetched(part, x.mesh, axis, dim, rows, ranges)
+        plan = row_plan(split_sizes(rows, x.mesh.size(axis)), tuple(ranges), "zeros")
+        padded.fetch(plan, x.mesh.group(axis), dim, 0.0)
     weight, bias = _shared_weights(x, weight, bias)
-    result = func(part, weight, None, strides, paddings, more, groups, dilations)
+    result = padded.computed(lambda part: func(part, weight, None, strides, paddings, more, groups, dilations))
     for dim, start in starts.items():
         low, high = (output - start for output in bounds(x.mesh, whole.dims[dim][0]))
         before, behind = max(-low, 0), max(high - result.shape[dim], 0)
         if before or behind:  # outputs to which no row adds
             result = functional.pad(result, [0, 0] * (result.dim() - dim - 1) + [before, behind])
-        result = result.narrow(dim, low + before, high - low)
+        if result.shape[dim] > high - low:
+            result = result.narrow(dim, low + before, high - low)
     return made(result if bias is None else result + bias.view(-1, *[1] * count), whole, x.mesh)
 
 
