@@ -238,7 +238,7 @@ def fetch(
             no rank has a row that could stand for one beyond the ends.
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
-        CollectiveMismatchError: The ranks differ in dtype, in another dimension, or in `mode`.
+        CollectiveMismatchError: The ranks differ in dtype, in `dim`, in another dimension, or in `mode`.
     """
     start, stop = integer("start", start), integer("stop", stop)
     if stop < start:
@@ -252,9 +252,13 @@ def fetch(
     group = _checked_group(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     control = group.backend.control
-    own = torch.tensor([[tensor.shape[dim], start, stop]], device=control.place)
-    told: list[list[int]] = control.all_gather(own, sizes=[1] * group.size).tolist()
-    plan = row_plan(tuple(size for size, _, _ in told), tuple((low, high) for _, low, high in told), mode)
+    numbers = [[0, 0, 0]] * group.size
+    numbers[group.rank] = [tensor.shape[dim], start, stop]
+    told = torch.tensor(numbers, device=control.place)  # a sum is the quickest way to gather few numbers
+    others = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
+    control.all_reduce(told, label=f"fetch, mode {mode!r}, dim {dim}, {tensor.dtype}, other sizes {others}")
+    numbers = told.tolist()
+    plan = row_plan(tuple(size for size, _, _ in numbers), tuple((low, high) for _, low, high in numbers), mode)
     return fetch_rows(tensor, plan, group, dim, value)
 
 
@@ -264,7 +268,8 @@ def fetch_rows(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, val
         partial(_fetched, plan=plan, group=group, dim=dim),
         partial(_returned, plan=plan, group=group, dim=dim),
     )
-    result = _apply(_Pair, tensor, fetched, returned)
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    result = _apply(_Pair, tensor, fetched, returned) if needs_grad else fetched(tensor)
     if value:
         with torch.no_grad():
             for low, high in plan.beyond(group.rank):
@@ -423,20 +428,25 @@ def _begin_fetched(
     tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, *, async_op: bool = False
 ) -> tuple[Tensor, Work | None]:
     """Return memory for this rank's rows, and how to wait for those of other ranks; collective."""
-    rank, rows = group.rank, tensor.detach().movedim(dim, 0)
+    rank, rows = group.rank, _rows_first(tensor.detach(), dim)
     shape = (*tensor.shape[:dim], plan.rows(rank), *tensor.shape[dim + 1 :])
     result = tensor.new_empty(shape)
-    target = result.movedim(dim, 0)
+    target = _rows_first(result, dim)
     for low, high in plan.beyond(rank):
-        target[low:high] = 0
+        target.narrow(0, low, high - low).zero_()
     for run in plan.own(rank):
-        target[run.at : run.at + run.stop - run.start] = rows[run.start : run.stop]
+        target.narrow(0, run.at, run.size).copy_(rows.narrow(0, run.start, run.size))
     if group.size == 1:
         return result, None
-    shown = [rows[low:high] for low, high in plan.shown[rank]] or [rows[:0]]
-    taken = [target[run.at : run.at + run.stop - run.start] for run in plan.foreign(rank)]
+    shown = [rows.narrow(0, low, high - low) for low, high in plan.shown[rank]] or [rows[:0]]
+    taken = [target.narrow(0, run.at, run.size) for run in plan.foreign(rank)]
     label = f"{plan.mode} of {sum(plan.sizes)} rows"
     return result, group.backend.exchange_rows(shown, taken, plan.forward, async_op=async_op, label=label)
+
+
+def _rows_first(tensor: Tensor, dim: int) -> Tensor:
+    """Return a view whose first dimension is `dim`; local."""
+    return tensor.movedim(dim, 0) if dim else tensor
 
 
 def _returned(tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int) -> Tensor:
@@ -448,12 +458,12 @@ def _begin_returned(
     tensor: Tensor, plan: RowPlan, group: ProcessGroup, dim: int, *, async_op: bool = False
 ) -> Callable[[Tensor | None], Tensor]:
     """Begin to return rows; the result waits for those of other ranks and adds them to a tensor; collective."""
-    rank, rows = group.rank, tensor.detach().movedim(dim, 0)
+    rank, rows = group.rank, _rows_first(tensor.detach(), dim)
     runs = plan.returned(rank)
-    taken = [rows.new_empty((run.stop - run.start, *rows.shape[1:])) for run in runs]
+    taken = [rows.new_empty((run.size, *rows.shape[1:])) for run in runs]
     work: Work | None = None
     if group.size > 1:
-        shown = [rows[run.at : run.at + run.stop - run.start] for run in plan.foreign(rank)] or [rows[:0]]
+        shown = [rows.narrow(0, run.at, run.size) for run in plan.foreign(rank)] or [rows[:0]]
         label = f"{plan.mode} of {sum(plan.sizes)} rows, back"
         work = group.backend.exchange_rows(shown, taken, plan.transposed, async_op=async_op, label=label)
 
@@ -461,22 +471,22 @@ def _begin_returned(
         if work is not None:
             work.wait()
         # In rank order: runs of lower ranks, own ones, those of higher ranks.
-        gradients = [(run.start, run.stop, part) for run, part in zip(runs, taken, strict=True)]
-        own = [(run.start, run.stop, rows[run.at : run.at + run.stop - run.start]) for run in plan.own(rank)]
+        gradients = list(zip(runs, taken, strict=True))
+        own = [(run, rows.narrow(0, run.at, run.size)) for run in plan.own(rank)]
         before = sum(len([run for run in plan.runs[other] if run.owner == rank]) for other in range(rank))
         gradients[before:before] = own
         if result is None:
             result = tensor.new_empty((*tensor.shape[:dim], plan.sizes[rank], *tensor.shape[dim + 1 :]))
             if before < 2 and len(own) == 1:  # a sum of two is the same in any order
-                start, stop, part = gradients.pop(before)
-                result.narrow(dim, 0, start).zero_()
-                result.movedim(dim, 0)[start:stop] = part
-                result.narrow(dim, stop, plan.sizes[rank] - stop).zero_()
+                run, part = gradients.pop(before)
+                result.narrow(dim, 0, run.start).zero_()
+                result.narrow(dim, run.stop, plan.sizes[rank] - run.stop).zero_()
+                _rows_first(result, dim).narrow(0, run.start, run.size).copy_(part)
             else:
                 result.zero_()
-        target = result.movedim(dim, 0)
-        for start, stop, part in gradients:
-            target[start:stop] += part
+        target = _rows_first(result, dim)
+        for run, part in gradients:
+            target.narrow(0, run.start, run.size).add_(part)
         return result
 
     return finish

@@ -153,13 +153,15 @@ def test_bad_ranges_and_sizes_are_refused(world: ax.World) -> None:
 
 @pytest.mark.compares_calls
 @pytest.mark.ranks(2, 4)
-def test_another_mode_or_row_on_one_rank_is_an_error_on_all(world: ax.World) -> None:
+def test_another_mode_dim_or_row_on_one_rank_is_an_error_on_all(world: ax.World) -> None:
     last = world.rank == world.size - 1
     halo = 2 * world.rank - 1, 2 * world.rank + 3
-    with pytest.raises(ax.CollectiveMismatchError, match=r"exchange_rows.* of circular"):
+    with pytest.raises(ax.CollectiveMismatchError, match="fetch, mode 'circular'"):
         ax.autograd.fetch(torch.ones(2, 3), *halo, mode="circular" if last else "replicate")
-    with pytest.raises(ax.CollectiveMismatchError, match=r"exchange_rows\(float32 \[4\]"):
+    with pytest.raises(ax.CollectiveMismatchError, match=r"other sizes \[4\]"):
         ax.autograd.fetch(torch.ones(2, 4 if last else 3), *halo)
+    with pytest.raises(ax.CollectiveMismatchError, match="dim 1"):
+        ax.autograd.fetch(torch.ones(2, 2), *halo, dim=1 if last else 0)
     with pytest.raises(ax.CollectiveMismatchError, match="float64"):
         ax.autograd.fetch(torch.ones(2, 3, dtype=torch.float64 if last else torch.float32), *halo)
     assert ax.autograd.fetch(torch.ones(2, 3), *halo).shape == (4, 3)

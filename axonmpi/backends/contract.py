@@ -101,6 +101,7 @@ class Backend(Runner):
         *,
         async_op: bool = False,
         layout: Layout | None = None,
+        label: str = "",
     ) -> Work | None:
         """Reduce over all ranks, in place on each; collective.
 
@@ -109,13 +110,14 @@ class Backend(Runner):
             op: The reduction, or its name; sums are taken in one order on all ranks, 16-bit floats in float32.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
             layout: Shapes of the tensors in a flat tensor, the same on all ranks.
+            label: What is reduced, the same on all ranks; compared, and in messages.
 
         Raises:
             DtypeError: The dtype does not allow `op`.
-            CollectiveMismatchError: The ranks differ in operation, dtype, shape, reduction or layout.
+            CollectiveMismatchError: The ranks differ in operation, dtype, shape, reduction, layout or label.
         """
         tensor = check_writable(tensor, self.name, self.device_types)
-        call = self._call("all_reduce", tensor.dtype, tensor.shape, op, layout=layout)
+        call = self._call("all_reduce", tensor.dtype, tensor.shape, op, layout=layout, label=label)
         work: Work | None = self._run(async_op, call, self._reduce, tensor)
         return work
 
@@ -369,7 +371,7 @@ class Backend(Runner):
         dtype, row = given[0].dtype, given[0].shape[1:]
         sizes = [tensor.shape[0] for tensor in given], [tensor.shape[0] for tensor in written]
         expected = plan.shown[self.rank], [stop - start for _, start, stop in plan.wanted[self.rank]]
-        if (sum(sizes[0]), sizes[1]) != expected or any(tensor.shape[1:] != row for tensor in (*given, *written)):
+        if (sum(sizes[0]), sizes[1]) != expected or {tensor.shape[1:] for tensor in (*given, *written)} != {row}:
             raise ValueError(
                 f"exchange_rows: by the plan expected {expected[0]} rows to show, outputs of {expected[1]} rows, "
                 f"and rows of one shape, got {sizes[0]} and {sizes[1]} rows, the first of shape {list(row)}"

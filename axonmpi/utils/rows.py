@@ -39,6 +39,11 @@ class Run(NamedTuple):
     stop: int
     at: int
 
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
 
 class Piece(NamedTuple):
     """Rows among those that a rank shows to the others.
@@ -116,7 +121,7 @@ class RowPlan:
 
     def beyond(self, rank: int) -> list[tuple[int, int]]:
         """Return the rows of a rank's result that no rank has: the first of each range, and its end."""
-        edges = [0, *(edge for run in self.runs[rank] for edge in (run.at, run.at + run.stop - run.start))]
+        edges = [0, *(edge for run in self.runs[rank] for edge in (run.at, run.at + run.size))]
         pairs = zip(edges[::2], [*edges[1::2], self.rows(rank)], strict=True)
         return [(low, high) for low, high in pairs if low < high]
 
@@ -128,7 +133,7 @@ class RowPlan:
             left, own = [], 0
             for run in self.runs[rank]:
                 if run.owner == rank:
-                    own += run.stop - run.start
+                    own += run.size
                 else:
                     left.append(run._replace(at=run.at - own))
             ranges.append((start, stop - own))
@@ -154,7 +159,7 @@ class RowPlan:
         def piece(run: Run) -> Piece:
             index = max(i for i, (low, _) in enumerate(self.shown[run.owner]) if low <= run.start)
             at = starts[run.owner][index] + run.start - self.shown[run.owner][index][0]
-            return Piece(run.owner, at, at + run.stop - run.start)
+            return Piece(run.owner, at, at + run.size)
 
         ranks = range(len(self.sizes))
         shown = tuple(sum(high - low for low, high in ranges) for ranges in self.shown)
@@ -169,7 +174,7 @@ class RowPlan:
         for rank in ranks:
             at = 0
             for run in self.foreign(rank):
-                stop = at + run.stop - run.start
+                stop = at + run.size
                 wanted[run.owner].append(Piece(rank, at, stop))
                 at = stop
             shown.append(at)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class _Rows(NamedTuple):
 
     def part(self, low: int, high: int) -> Tensor:
         """Return the rows with the numbers `low` to `high`."""
+        if high - low == self.tensor.shape[0]:
+            return self.tensor
         return self.tensor.narrow(0, low - self.first, high - low)
 
 
@@ -109,10 +112,12 @@ def _pass_on_node(
     topology, staging = ranks.topology, ranks.staging
     local = {rank: index for index, rank in enumerate(topology.node_ranks)}
     pieces = [(local[p.source], _Rows(p.start, output)) for p, output in taken if p.source in local]
-    nbytes = torch.Size(row).numel() * call.dtype.itemsize
-    step = ranks.chunk_bytes // max(nbytes, 1)
-    is_needed = nbytes and any(piece.source in local for rank in local for piece in plan.wanted[rank])
-    chunks = -(-max(plan.shown[rank] for rank in local) // step) if is_needed else 0
+    nbytes = prod(row) * call.dtype.itemsize
+    # Of all ranks the same, if a chunk holds all rows: no larger than they are, so that views need no narrowing.
+    most = max(plan.shown[rank] for rank in local)
+    step = min(ranks.chunk_bytes // max(nbytes, 1), max(most, 1))
+    is_needed = nbytes and (pieces or any(piece.source in local for rank in local for piece in plan.wanted[rank]))
+    chunks = -(-most // step) if is_needed else 0
 
     def chunk_of(number: int, index: int, peer: int) -> _Rows:
         memory = staging.views(index, 0, step * nbytes, call.dtype)[peer]
