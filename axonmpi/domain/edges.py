@@ -159,7 +159,7 @@ class Padded:
                 sums.append(convolve(rows, taps, None, sizes))
                 starts.append(more + (outputs - sums[-1].shape[dim] if is_behind else 0))
         if sums:
-            result = _Added.apply(result, dim, starts, *sums)  # type: ignore[no-untyped-call]
+            result = _EdgesAdded.apply(result, dim, starts, *sums)  # type: ignore[no-untyped-call]
         return result if result.shape[dim] == outputs else result.narrow(dim, more, outputs)
 
     def pad(self, dim: int, before: int, after: int, value: float) -> None:
@@ -222,7 +222,7 @@ def _of_edges(
     return rows, weight.narrow(at, window.kernel - taps if is_behind else 0, taps)
 
 
-class _Added(Function):
+class _EdgesAdded(Function):
     """A tensor with others added to its rows, in place."""
 
     @staticmethod
