@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import assert_close
+from helpers.compare import assert_close, refused
 from helpers.cut_tensors import assert_as_whole, drawn_cut, drawn_mesh, randn
 from torch import Tensor
 from torch.nn import functional
@@ -68,7 +68,7 @@ def test_keywords_and_names_of_numpy(world: ax.World, seed: int) -> None:
     draw = random.Random(seed)
     for number in range(6):
         mesh, dim = drawn_mesh(draw, world), draw.randrange(-4, 4)
-        x, cut = randn(number, 2, draw.randint(2, 6), draw.randint(1, 5), 4), drawn_cut(draw, mesh, range(4), 4)
+        x, cut = randn(number, 2, draw.randint(2, 6), draw.randint(2, 5), 4), drawn_cut(draw, mesh, range(4), 4)
         for place, function in enumerate(forms(draw, dim)):
             assert_as_whole(mesh, function, [x], [cut], what=(number, place, [*x.shape], dim, cut))
 
@@ -96,3 +96,13 @@ def test_products_under_autocast_have_the_dtype_of_torch(world: ax.World) -> Non
         ):
             found, expected = function(cut), function(x)
             assert_close(found.full_tensor(), expected, 4e-2)
+
+
+@pytest.mark.ranks(3)
+def test_integers_with_ranks_that_have_none(world: ax.World) -> None:
+    x = torch.arange(32).view(2, 4, 4)
+    cut = Domain(ax.DeviceMesh({"y": world.size}), {"y": 0}).shard(x)
+    for dtype in (torch.uint8, torch.int64):
+        pooled = functional.max_pool2d(cut.to(dtype), (2, 1), 1)
+        assert torch.equal(pooled.full_tensor(), functional.max_pool2d(x.to(dtype), (2, 1), 1))
+    refused(TypeError, *((call, "finfo") for call in (lambda: cut.var(1), lambda: functional.group_norm(cut, 1))))

@@ -118,6 +118,7 @@ def _layer_norm(
 def _checked(func: Any, x: Tensor, *others: Tensor | None) -> DomainTensor:
     if not isinstance(x, DomainTensor) or any(isinstance(other, DomainTensor) for other in others):
         raise refused(func, "has a weight or a statistic that is cut", x, *others)
+    torch.finfo(x.dtype)  # or the error of integers, on ranks without elements as well
     return x
 
 

@@ -208,7 +208,7 @@ def fetch_windows(
     part = part_of(x)
     empty = [dim for dim in range(first) if part.shape[dim] == 0]
     if empty:  # torch refuses pools without channels
-        part = part.sum(empty, keepdim=True)
+        part = part.sum(empty, keepdim=True, dtype=part.dtype)
     fetch = _Fetch(Padded(part), [window.padding for window in windows], whole, mesh, empty)
     # In the same order on all ranks. Those fetched last can travel during computation: of the outermost axis, which
     # is the one between nodes.
