@@ -30,6 +30,7 @@ from ..types import Work
 from ..utils.partition import split_bounds
 from ..utils.rows import RowPlan, row_plan
 from ..utils.torch_internals import flash_attention, flash_attention_backward, plain_tensors
+from .domain_tensor import part_of
 from .movement import apply
 
 _ROWS = 256
@@ -179,7 +180,7 @@ class _BlockwiseAttention(Function):
         (q, k, v, mask, out, logs), blocks = ctx.saved_tensors, ctx.blocks
         with plain_tensors(), torch.autocast(q.device.type, enabled=False):
             fast, rows = rows_of_a_tile(q, mask, blocks, gradient_of_mask=ctx.needs_input_grad[3])
-            grad, joined = grads[0].as_subclass(Tensor).contiguous(), _joined(k, v)
+            grad, joined = part_of(grads[0]).contiguous(), _joined(k, v)
             to_q, to_own = torch.zeros_like(q, dtype=logs.dtype), torch.zeros_like(joined, dtype=logs.dtype)
             to_mask = torch.zeros_like(mask, dtype=logs.dtype) if ctx.needs_input_grad[3] else None
             for owner, skipped, block, plan in _passing(blocks, joined):

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import autograd
-from ..across_ranks.comparison import raised_on_all
+from ..across_ranks.comparison import raised_on_all, same_on_all_ranks
 from ..backends import broadcast_object, check_rank, check_shape
 from ..groups.process_group import ProcessGroup
 from ..mesh import DeviceMesh
@@ -21,6 +20,7 @@ from ..utils.arguments import integer
 from . import rules as _rules  # noqa: F401  fills the table
 from .domain_tensor import DomainTensor, as_domain_tensor
 from .layout import Layout, assembled, block_at, bounds, coordinates_along, part_shape
+from .movement import own_part
 
 
 class Domain:
@@ -40,18 +40,22 @@ class Domain:
 
     Raises:
         TypeError: `mesh` is no DeviceMesh, or `dims` no mapping of names to integers.
-        ValueError: `dims` is empty, or names an unknown axis.
+        ValueError: `dims` is empty, names an unknown axis, or differs over the ranks; on all ranks.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Mapping[str, int]) -> None:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: expected an axonmpi.DeviceMesh, got {type(mesh).__name__}")
-        if not isinstance(dims, Mapping):
-            raise TypeError(f'dims: expected the dimension that each axis cuts, such as {{"y": 2}}, got {dims!r}')
-        if not dims:
-            raise ValueError('dims: expected at least one axis, such as {"y": 2}, got none')
+        with raised_on_all(mesh.group().backend):
+            if not isinstance(dims, Mapping):
+                raise TypeError(f'dims: expected the dimension that each axis cuts, as {{"y": 2}}, got {dims!r}')
+            if not dims:
+                raise ValueError('dims: expected at least one axis, such as {"y": 2}, got none')
+            self.dims = {axis: integer(axis, dim) for axis, dim in dims.items()}
         self.mesh = mesh
-        self.dims = {axis: integer(axis, dim) for axis, dim in dims.items()}
+        same_on_all_ranks(
+            mesh.group().backend, [str(self.dims)], "dims: the domain differs", "Give all ranks the same dims."
+        )
         self.group: ProcessGroup = mesh.group(*self.dims)
 
     def __repr__(self) -> str:
@@ -101,11 +105,8 @@ class Domain:
         whole = self._layout(tensor.shape)
         part = tensor
         for axis in whole.axes:
-            if tensor.requires_grad:
-                part = autograd.scatter(part, self.mesh.group(axis), whole.dim_of(axis))
-            else:
-                low, high = bounds(self.mesh, whole.dims[whole.dim_of(axis)][0])
-                part = part.narrow(whole.dim_of(axis), low, high - low)
+            dim = whole.dim_of(axis)
+            part = own_part(self.mesh, part, dim, whole.dims[dim])
         return self.from_local(part.contiguous(), tensor.shape)
 
     def scatter(self, tensor: Tensor | None, src: int = 0) -> DomainTensor:

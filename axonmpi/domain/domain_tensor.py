@@ -11,15 +11,20 @@ the whole's.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import resolve_name
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DomainError
+from ..groups.process_group import ProcessGroup
 from ..mesh import DeviceMesh
 from ..utils.torch_internals import TRANSFORMS, plain_tensors, transform_level
 from .layout import Layout, assembled, part_numels
@@ -31,27 +36,32 @@ RULES: dict[Any, Rule] = {}
 """The rule of each function of torch."""
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
+_COMPOSED: set[Rule] = set()
+"""Rules that call other functions of torch with the tensors as they are."""
+
+
+def rule(*functions: Any, is_composed: bool = False) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of functions of torch; those that are None are left out."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys((each for each in functions if each is not None), function))
+        if is_composed:
+            _COMPOSED.add(function)
         return function
 
     return register
 
 
-_COMPOSED: set[Rule] = set()
+composed = partial(rule, is_composed=True)
+"""Register a rule that calls other functions of torch with the tensors as they are."""
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""Names of numpy for arguments, which torch takes, too."""
+_FIRST = ("condition", "input", "self", "x", "a", "x1", "tensor", "tensors", "A")
+"""Names of first arguments, in torch or numpy: rules get them by their place."""
 
 
-def composed(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a rule that calls other functions of torch with the tensors as they are."""
-
-    def register(function: Rule) -> Rule:
-        _COMPOSED.add(function)
-        return rule(*functions)(function)
-
-    return register
+_IN_PLACE = re.compile(r"(?!requires_grad_).*[^_]_|__setitem__|__i(?!n|te).*__")
+"""Names of functions that change their first argument."""
 
 
 class DomainTensor(Tensor):
@@ -80,8 +90,10 @@ class DomainTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function's rule; refuse functions without one."""
-        found, options = RULES.get(func), dict(kwargs or {})
-        if found is None:
+        options = {_ALIASES.get(name, name): value for name, value in (kwargs or {}).items()}
+        first = [name for name in _FIRST if not args and name in options][:1]
+        args = [*args, *(options.pop(name) for name in first)]
+        if (found := RULES.get(func)) is None:
             raise refused(func, "has no rule for tensors that are cut over ranks", *args)
         if options.pop("out", None) is not None:
             raise refused(func, "would write into `out`", *args)
@@ -91,7 +103,9 @@ class DomainTensor(Tensor):
                 func, "is called by a transform such as torch.vmap, which takes parts by themselves", *args
             )
         with plain_tensors():
-            cut = [each for each in tensors_in([*args, *options.values()]) if isinstance(each, DomainTensor)]
+            operands = tensors_in([*args, *options.values()])
+            cut = [each for each in operands if isinstance(each, DomainTensor)]
+            check_parameters(cut, operands)
             if any(_is_foreign(each.grad_fn) for each in cut):
                 raise refused(func, "takes the result of an autograd.Function, whose backward sees parts", *cut)
             if found not in _COMPOSED:
@@ -100,25 +114,53 @@ class DomainTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """Return the whole tensor, without history; collective over the ranks of the axes that cut it."""
-        part = self.to_local()
-        parts = self.mesh.group(*self.whole.axes).backend.all_gather(part.reshape(-1), sizes=self._numels())
-        return assembled(parts.split(self._numels()), self.whole, self.mesh)
+        part, numels = self.to_local(), part_numels(self.whole, self.mesh)
+        parts = self.mesh.group(*self.whole.axes).backend.all_gather(part.reshape(-1), sizes=numels)
+        return assembled(parts.split(numels), self.whole, self.mesh)
 
     def to_local(self) -> Tensor:
         """Return this rank's part, without history; local. It shares memory with this tensor."""
         with plain_tensors():
-            return self.detach().as_subclass(Tensor)
-
-    def _numels(self) -> list[int]:
-        """Return the elements of each rank's part; local."""
-        return part_numels(self.whole, self.mesh)
+            return part_of(self.detach())
 
     def set_(self, *args: Any, **options: Any) -> Any:
         """Refuse: torch would not ask for a rule, and the part would be another tensor's."""
         raise refused(Tensor.set_, "would give the part the elements of another tensor", self)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Refuse, as `set_`: the result would be the part; `to_local` gives it."""
+        raise refused(Tensor.as_subclass, "would give the part; x.to_local() gives it", self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refused(Tensor.__reduce_ex__, "would save a part for the whole", self)
+
+
+class CopiedRows(Tensor):
+    """An ordinary tensor of other ranks' rows, where torch would have a view: it refuses to be changed in place."""
+
+    is_copy = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function with ordinary tensors; refuse to change rows, whose views are such tensors, too."""
+        if DomainTensor in types:
+            return NotImplemented
+        options, is_first = kwargs or {}, bool(args) and isinstance(args[0], cls)
+        if is_first and (_IN_PLACE.fullmatch(func.__name__) or options.get("inplace")):
+            raise refused(func, "would not change the tensor that this one is a slice of; clone() it before")
+        if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):
+            return func(part_of(args[0]), *args[1:])
+        with plain_tensors():
+            result = func(*args, **options)
+            is_view = isinstance(result, Tensor) and (result._is_view() or func is Tensor.detach)
+            return Tensor.as_subclass(result, cls) if is_first and is_view else result
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return a tensor, or the part of one that is cut, as an ordinary tensor, with its history; local."""
+    return Tensor.as_subclass(tensor, Tensor)
 
 
 def _is_foreign(node: Any) -> bool:
@@ -126,6 +168,40 @@ def _is_foreign(node: Any) -> bool:
     if not isinstance(node, BackwardCFunction):
         return False
     return not type(node)._forward_cls.__module__.startswith(f"{__package__.partition('.')[0]}.")  # type: ignore[attr-defined]
+
+
+_compared: MutableMapping[Tensor, set[ProcessGroup]] = WeakIdKeyDictionary()
+"""The groups over which a parameter has been compared."""
+
+
+def check_parameters(cut: Sequence[DomainTensor], operands: Iterable[Tensor]) -> None:
+    """Refuse parameters that differ over the ranks; collective at their first use, local later.
+
+    Args:
+        cut: Tensors that are used together with the parameters.
+        operands: Tensors, some of which may be parameters.
+    """
+    parameters = [
+        each for each in operands if not isinstance(each, DomainTensor) and isinstance(each, nn.Parameter)
+    ]
+    if not cut or not parameters:
+        return
+    group = cut[0].mesh.group(*dict.fromkeys(axis for each in cut for axis in each.whole.axes))
+    new = [each for each in parameters if group not in _compared.get(each, ())]
+    if not new:
+        return
+    words = {1: torch.int8, 2: torch.int16}
+    bits = [each.detach().reshape(-1).view(words.get(each.element_size(), torch.int32)) for each in new]
+    sums = torch.stack([each.sum() for each in bits])
+    differ = (group.backend.all_gather(sums.unsqueeze(0)) != sums).any(0).tolist()
+    if any(differ):
+        shapes = [list(each.shape) for each, other in zip(new, differ, strict=True) if other]
+        raise DomainError(
+            f"parameters: expected the same values on all ranks of the domain, but shapes {shapes} differ; "
+            "seed all ranks alike before the model is made, or wrap it in ax.DDP over the domain's axes, too"
+        )
+    for each in new:
+        _compared.setdefault(each, set()).add(group)
 
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:

@@ -89,12 +89,10 @@ class Layout:
         Raises:
             ValueError: The dimension has factors; see `movement.simplified`.
         """
-        factors = self.dims[dim]
-        if not self.is_cut(dim):
-            return None
-        if len(factors) > 1:
+        axes = self.axes_of(dim)
+        if axes and len(self.dims[dim]) > 1:
             raise ValueError(f"dimension {dim} of {self} is cut in factors")
-        return factors[0].axis
+        return axes[0] if axes else None
 
     def replaced(self, changes: Mapping[int, Iterable[Factor]]) -> Layout:
         """Return the layout with other factors in some dimensions."""

@@ -11,9 +11,10 @@ from ..utils.arguments import integer
 from ..utils.partition import split_bounds
 from ..utils.rows import MODES
 from ..utils.torch_internals import plain_tensors
-from .domain_tensor import DomainTensor, as_domain_tensor
+from .domain_tensor import DomainTensor, as_domain_tensor, check_parameters, part_of
 from .layout import Factor, part_shape
 from .movement import fetched, shared, simplified
+from .rules.elementwise import mesh_of
 
 
 def local_map(
@@ -51,22 +52,24 @@ def local_map(
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if any(isinstance(tensor, DomainTensor) and tensor.whole != x.whole for tensor in tensors):
         raise ValueError(f"tensors: expected ordinary ones, or cut as x is, {x.whole}")
+    mesh_of(function, [x, *tensors])  # or the error of two meshes
+    check_parameters([x], tensors)
     with plain_tensors():
         for dim in halo or {}:
             if not -len(x.whole.dims) <= dim < len(x.whole.dims) or not x.whole.is_cut(dim):
                 raise ValueError(f"halo: expected dimensions that are cut, {x.whole}, got {dim}")
-            x = simplified(x, dim % len(x.whole.dims))
-        part: Tensor = x.as_subclass(Tensor)
+            number = dim % len(x.whole.dims)
+            x = simplified(x, number)
+            tensors = tuple(simplified(t, number) if isinstance(t, DomainTensor) else t for t in tensors)
+        part: Tensor = part_of(x)
         for dim, (before, after) in (halo or {}).items():
             number = dim % len(x.whole.dims)
-            axis = x.whole.axis_of(number)
-            assert axis is not None
+            axis, size = x.whole.axes_of(number)[0], x.whole.shape[number]
             edges = integer("halo", before, minimum=0), integer("halo", after, minimum=0)
-            owned = split_bounds(x.whole.shape[number], x.mesh.size(axis))
-            ranges = [(low - edges[0], high + edges[1]) for low, high in owned]
-            part = fetched(part, x.mesh, axis, number, x.whole.shape[number], ranges, mode)
+            ranges = [(low - edges[0], high + edges[1]) for low, high in split_bounds(size, x.mesh.size(axis))]
+            part = fetched(part, x.mesh, axis, number, size, ranges, mode)
         ordinary = iter(shared(x.mesh, x.whole.axes, [t for t in tensors if not isinstance(t, DomainTensor)]))
-        given = [t.as_subclass(Tensor) if isinstance(t, DomainTensor) else next(ordinary) for t in tensors]
+        given = [part_of(t) if isinstance(t, DomainTensor) else next(ordinary) for t in tensors]
     result = function(part, *given)
     own = part_shape(x.mesh, x.whole)
     cut = [number for number in range(len(own)) if x.whole.is_cut(number)]

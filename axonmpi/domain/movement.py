@@ -13,16 +13,14 @@ that an axis does not cut is the same on all ranks of the axis, and so is its gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autograd import all_to_all, fetch_rows, gather, reduce, scatter
-from ..errors import DomainError
 from ..groups.process_group import ProcessGroup
 from ..mesh import DeviceMesh
 from ..types import ReduceOp
@@ -202,32 +200,8 @@ def shared(mesh: DeviceMesh, axes: Sequence[str], tensors: Sequence[Tensor]) -> 
     needed = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
     if not axes or not needed:
         return list(tensors)
-    _check_parameters(mesh.group(*axes), needed)
     taken = iter(apply(_Shared, mesh.group(*axes), *needed))
     return [next(taken) if tensor.requires_grad else tensor for tensor in tensors]
-
-
-_compared: MutableMapping[Tensor, set[ProcessGroup]] = WeakIdKeyDictionary()
-"""The groups over which a parameter has been compared."""
-
-
-def _check_parameters(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Refuse parameters that differ over the ranks; collective at their first use, local later."""
-    new = [each for each in tensors if isinstance(each, nn.Parameter) and group not in _compared.get(each, ())]
-    if not new:
-        return
-    words = {1: torch.int8, 2: torch.int16}
-    bits = [each.detach().reshape(-1).view(words.get(each.element_size(), torch.int32)) for each in new]
-    sums = torch.stack([each.sum() for each in bits])
-    differ = (group.backend.all_gather(sums.unsqueeze(0)) != sums).any(0).tolist()
-    if any(differ):
-        shapes = [list(each.shape) for each, other in zip(new, differ, strict=True) if other]
-        raise DomainError(
-            f"parameters: expected the same values on all ranks of the domain, but shapes {shapes} differ; "
-            "seed all ranks alike before the model is made, or wrap it in ax.DDP over the domain's axes, too"
-        )
-    for each in new:
-        _compared.setdefault(each, set()).add(group)
 
 
 class _Shared(Function):

@@ -31,6 +31,9 @@ REAL: list[Callable[[Tensor, int], Any]] = [
     lambda x, dim: x.topk((x.shape[dim] + 1) // 2, dim),
     lambda x, dim: x.kthvalue(1, dim, keepdim=True),
     lambda x, dim: torch.median(x, dim),
+    lambda x, dim: x.quantile(0.3, dim, keepdim=True),
+    lambda x, dim: x.nanquantile(0.5, interpolation="lower") * x.median(),
+    lambda x, dim: (torch.msort(x), x.argmax(), x.argmin(keepdim=True), x.round().mode(dim).values),
     lambda x, dim: torch.diff(x, dim=dim),
     lambda x, dim: functional.glu(torch.fft.fftshift(x, dim), dim) if x.shape[dim] % 2 == 0 else x * 1,
     lambda x, dim: torch.fft.rfft(x, 7, dim, "ortho"),
@@ -58,11 +61,11 @@ def test_drawn_functions_equal_one_process(world: ax.World, seed: int) -> None:
         assert_as_whole(mesh, partial(function, dim=dim), [x], [cuts], what=(number, shape, dim, cuts))
 
 
-def test_functions_without_a_dimension_are_refused(world: ax.World) -> None:
+def test_functions_of_other_tensors_or_without_a_rule_are_refused(world: ax.World) -> None:
     x = Domain(ax.DeviceMesh({"y": world.size}), {"y": 0}).shard(torch.randn(4, 3))
     refused(
         DomainError,
-        (lambda: x.median(), "median: .* has no `dim`"),
+        (lambda: x.quantile(torch.tensor([0.1, 0.5]), 0), "other arguments that are tensors"),
         (lambda: torch.diff(x, prepend=torch.zeros(1, 3)), "other arguments that are tensors"),
         (lambda: torch.unique(x, dim=0), "unique: .* has no rule"),
         (lambda: torch.gradient(x), "has no rule"),

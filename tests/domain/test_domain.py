@@ -130,6 +130,10 @@ def test_bad_domains_and_parts_are_refused(world: ax.World) -> None:
         (partial(domain.from_local, torch.ones(1, 1, 7), (1, 1, 4)), r"part: expected shape \[1, 1, 2\]"),
         (partial(domain.scatter, None, 9), "src"),
     )
+    others = ", ".join(map(str, range(1, world.size)))
+    refused(
+        ValueError, (lambda: Domain(mesh, {"y": int(world.rank > 0)}), rf"rank 0: {{'y': 0}}\s+ranks? {others}: ")
+    )
     with pytest.raises((TypeError, ax.RankFailedError), match="tensor: expected the whole tensor on rank 0"):
         domain.scatter(None)
     ax.barrier()

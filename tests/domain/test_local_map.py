@@ -47,6 +47,15 @@ def test_tensors_that_are_cut_alike_and_other_channels(world: ax.World) -> None:
     assert torch.equal(result.full_tensor(), torch.cat([whole, whole * (whole + 1)], 1))
 
 
+def test_tensors_that_are_cut_in_factors(world: ax.World) -> None:
+    domain = Domain(ax.DeviceMesh({"y": world.size}, world), {"y": 1})
+    whole = torch.arange(30.0).view(3, 5, 2)
+    x, other = (domain.shard(each).flatten(0, 1) for each in (whole, whole.square()))
+    result = local_map(lambda rows, own: rows[2:] - rows[:-2] + own, x, other, halo={0: (1, 1)}, mode="circular")
+    rows = whole.flatten(0, 1)
+    assert torch.equal(result.full_tensor(), rows.roll(-1, 0) - rows.roll(1, 0) + rows.square())
+
+
 def test_what_cannot_be_mapped_is_refused(world: ax.World) -> None:
     domain = Domain(ax.DeviceMesh({"y": world.size}, world), {"y": 0})
     x = domain.shard(torch.ones(2 * world.size, 3))
@@ -58,5 +67,9 @@ def test_what_cannot_be_mapped_is_refused(world: ax.World) -> None:
         (partial(same, x, halo={0: (1, 1)}), "without the halo, got"),
         (partial(same, x, mode="constant"), "mode: expected one of zeros, circular, reflect, replicate"),
         (partial(same, x, domain.shard(torch.ones(world.size, 3))), "or cut as x is"),
+        (
+            partial(same, x, Domain(ax.DeviceMesh({"y": world.size}, world), {"y": 0}).shard(x.full_tensor())),
+            "two meshes",
+        ),
     )
     ax.barrier()

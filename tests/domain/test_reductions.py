@@ -34,6 +34,8 @@ def drawn_reduction(draw: random.Random, count: int) -> Callable[[Tensor], Any]:
             lambda x: tuple(torch.aminmax(x, dim=one)),
             lambda x: (x > 0.5).any(dims),
             lambda x: (x > -0.5).all(dims),
+            lambda x: (x.any(()), x[:0].any(dims), x[:0].all(dims), torch.where(x > 0, x, torch.nan).all(dims)),
+            lambda x: ((x * 9).to(torch.uint8).logsumexp(dims), (x * 3).int().prod(one, dtype=torch.int32)),
             partial(functional.normalize, dim=one),
             lambda x: functional.cosine_similarity(x, x.exp(), one),
             lambda x: functional.cosine_similarity(x, x.exp().sum(0, True), one),
@@ -82,7 +84,6 @@ def test_refusals(world: ax.World) -> None:
         (lambda: bool(x), "no rule"),
         (lambda: torch.linalg.norm(x, 2), "norm of order 2 of a matrix"),
         (lambda: torch.norm(x, "nuc"), "matrix_norm.*no rule"),
-        (lambda: x.argmax(), "has no `dim`"),
     )
     refused(IndexError, (lambda: x.amax(2), "out of range"))
     refused(RuntimeError, (lambda: x.sum((0, -2)), "each dimension once"))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import get_testing_overrides, resolve_name
 
 import axonmpi as ax
-from axonmpi.domain import Domain, DomainTensor
+from axonmpi.domain import Domain, DomainTensor, local_map
 from axonmpi.domain.domain_tensor import RULES
 from axonmpi.errors import DomainError
 from axonmpi.pipeline.runtime.payload import pack
@@ -92,6 +92,8 @@ def test_recurrent_layers_transforms_and_copies_are_refused(world: ax.World) -> 
         lambda: torch.func.grad(lambda a: (a * x).sum())(torch.ones(5, 4)),
         partial(torch.add, x, 1, out=torch.empty(5, 4)),
         partial(torch.empty(5, 4).copy_, x),
+        partial(x.as_subclass, Tensor),
+        *(partial(change, x) for change in (Tensor.normal_, Tensor.random_, Tensor.bernoulli_, functional.rrelu_)),
         partial(x.backward, torch.ones(5, 4)),
         partial(pack, {"output": [x]}),
     ]
@@ -113,6 +115,56 @@ def test_results_of_a_foreign_function_are_refused_wherever_they_stand(world: ax
     )
     with torch.no_grad():
         assert torch.equal(Own.apply(x).full_tensor(), x.full_tensor())
+
+
+def test_ordinary_tensors_with_the_sizes_of_a_part_are_refused(world: ax.World) -> None:
+    x, mask = cut(world), torch.ones(2, 4).bool()
+    calls = partial(torch.where, mask, x, 0.0), partial(x.masked_fill, mask, 0.0), partial(torch.add, mask, x)
+    refused(DomainError, *((call, r"has the whole's sizes; domain.from_local") for call in calls))
+    refused(IndexError, (lambda: x[mask], r"expected a mask of torch.Size\(\[5, 4\]\)"))
+
+
+def test_rows_that_are_copies_refuse_changes(world: ax.World) -> None:
+    """A change would not reach the tensor itself; all else is as with an ordinary tensor."""
+    x = cut(world).requires_grad_()
+    with torch.no_grad():
+        row, whole = x[3], torch.arange(20.0).view(5, 4)
+        changes: list[Callable[[], object]] = [
+            row.zero_,
+            partial(row.view(2, 2)[0].fill_, 1.0),
+            partial(row.__setitem__, 0, 1.0),
+            partial(row.__iadd__, 1),
+            partial(functional.relu, row, inplace=True),
+            partial(nn.init.ones_, x.unbind()[1]),
+            x.view(20)[3].detach().neg_,
+            x.view(2, 10)[1, :4].zero_,
+        ]
+        refused(DomainError, *((change, "slice of") for change in changes))
+        assert torch.equal(x.full_tensor(), whole)
+        assert row.clone().add_(1).sum() == row.add(1).sum() == whole[3].sum() + 4
+        stored = io.BytesIO()
+        torch.save([row, copy.deepcopy(row)], stored)
+        stored.seek(0)
+        for loaded in torch.load(stored, weights_only=True):
+            assert type(loaded) is Tensor
+            assert torch.equal(loaded, whole[3])
+    (x[3] * x).sum().backward()
+    assert x.grad is not None
+    expected = whole[3].expand(5, 4) + (torch.arange(5) == 3).view(5, 1) * whole.sum(0)
+    assert torch.equal(x.grad.full_tensor(), expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_parameters_of_all_layers_have_to_be_the_same(world: ax.World, mode: Callable[[], Any]) -> None:
+    x = Domain(ax.DeviceMesh({"y": world.size}), {"y": 2}).shard(torch.arange(60.0).view(2, 6, 5))
+    parameter, layers = nn.Parameter(torch.ones(6, 5)), [nn.GroupNorm(2, 6), nn.BatchNorm1d(6), nn.LayerNorm(5)]
+    attention = nn.MultiheadAttention(5, 1)
+    for each in (parameter, *attention.parameters(), *(layer.weight for layer in layers)):
+        nn.init.constant_(each, world.rank)
+    calls = [*(partial(layer, x) for layer in [*layers, layers[0].eval()]), partial(torch.mul, x, parameter)]
+    calls += [partial(attention, x, x, x, need_weights=False), partial(local_map, torch.add, x, parameter)]
+    with mode():
+        refused(DomainError, *((call, "same values on all ranks") for call in calls))
 
 
 def test_parameters_that_differ_over_the_ranks_are_refused_at_first_use(world: ax.World) -> None:

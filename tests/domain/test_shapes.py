@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -158,6 +159,27 @@ def test_elements_along_dimensions_that_no_axis_cuts(world: ax.World) -> None:
 
 
 # ---- refusals and views ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_changes_reach_a_tensor_as_with_one_process(world: ax.World) -> None:
+    """A part of one row is contiguous in more permutations than the whole, whose copies share nothing."""
+    mesh = ax.DeviceMesh({"y": world.size})
+    functions: list[Function] = [
+        lambda x: x.permute(0, 2, 1).contiguous(),
+        lambda x: x.mT.reshape(-1),
+        lambda x: x.transpose(0, 1).flatten(1),
+        lambda x: x.transpose(0, 1).reshape(-1, 2, 2, 6),
+        lambda x: x.contiguous().reshape(4, -1),
+        lambda x: x.flatten().ravel(),
+    ]
+    for rows, (number, function) in product((2, 5), enumerate(functions)):
+
+        def changed(x: Tensor, function: Function = function) -> tuple[Tensor, Tensor]:
+            own = x * 1
+            return F.relu(function(own), inplace=True) * 2, own
+
+        assert_as_whole(mesh, changed, [randn(1, 4, rows, 6)], [{"y": 1}], what=(rows, number))
 
 
 @pytest.mark.ranks(2)

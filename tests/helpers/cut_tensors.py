@@ -63,7 +63,7 @@ def values(
     for number, result in enumerate([results] if isinstance(results, Tensor) else results):
         yield f"result {number}", result.full_tensor() if isinstance(result, DomainTensor) else result.detach()
         if result.requires_grad:
-            loss = loss + (result * randn(number, *result.shape, dtype=result.dtype)).sum().abs()
+            loss = loss + (result * randn(number, *result.shape, dtype=result.dtype)).sum().real
     yield from ((f"buffer {number}", buffer) for number, buffer in enumerate(changed))
     if loss.requires_grad:
         loss.backward()

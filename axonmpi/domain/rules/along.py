@@ -24,9 +24,11 @@ from .shapes import reshape
 
 # Functions, the place of their dimension among the arguments behind the input, and its default; (): all of them.
 _FUNCTIONS: list[tuple[str, int, Any]] = [
-    ("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp median nanmedian mode", 0, None),
-    ("argmax argmin", 0, None),
-    ("sort argsort glu", 0, -1),
+    ("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp", 0, None),
+    ("argmax argmin median nanmedian", 0, None),
+    ("quantile nanquantile", 1, None),
+    ("sort argsort glu mode", 0, -1),
+    ("msort", 0, 0),
     ("topk kthvalue diff fft ifft rfft irfft hfft ihfft", 1, -1),
     ("fft2 ifft2 rfft2 irfft2", 1, (-2, -1)),
     ("fftn ifftn rfftn irfftn", 1, ()),
@@ -40,7 +42,7 @@ def _along(func: Any, input: Tensor, *args: Any, place: int, default: Any, **opt
     dim = options.get("dim", args[place] if len(args) > place else None)
     dim = default if dim is None else dim
     if dim is None:
-        raise refused(func, "has no `dim`", input)
+        return func(gathered(input, input.whole.axes), *args, **options)  # of all elements
     dims, _, _ = over(input.whole, dim, keepdim=True)
     return along(input, dims, lambda part: func(part, *args, **options))
 

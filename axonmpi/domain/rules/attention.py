@@ -27,7 +27,7 @@ from ...utils.partition import split_bounds, split_sizes
 from ...utils.rows import row_plan
 from ...utils.torch_internals import plain_tensors
 from ..blockwise import Blocks, Ranges, blockwise_attention, zigzag
-from ..domain_tensor import DomainTensor, composed, made, refused, rule
+from ..domain_tensor import DomainTensor, composed, made, part_of, refused, rule
 from ..layout import Factor, Layout
 from ..movement import gathered, layout_of, recut, simplified
 from .elementwise import beside, common, mesh_of
@@ -69,7 +69,7 @@ def attention(
             tokens. "auto": the second if it sends less, without a mask or window, if the heads divide by the ranks.
 
     Raises:
-        ValueError: `window` or `method` is another, or a mask is given together with `is_causal`.
+        ValueError: `window` or `method` is another.
         DomainError: Tensors of two meshes, or "alltoall" without heads, or for heads that another axis cuts.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
@@ -77,8 +77,6 @@ def attention(
         raise ValueError(f"method: expected one of {', '.join(_METHODS)}, got {method!r}")
     if window is not None and (len(window) != 2 or any(not isinstance(n, int) or n < 0 for n in window)):
         raise ValueError(f"window: expected two numbers of keys, at least 0, before and behind, got {window!r}")
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask: expected none together with is_causal=True")
     before, after = window or (inf, inf)
     band = (before, 0 if is_causal else after)
     operands = [q, k, v, *([] if attn_mask is None else [attn_mask])]
@@ -157,8 +155,7 @@ def _multi_head_attention(
 
 def _hiding(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask that is True for hidden keys as numbers that are added to scores."""
-    hiding = mask.dtype is torch.bool
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -inf) if hiding else mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -inf) if mask.dtype is torch.bool else mask
 
 
 # ---- who computes which rows and heads --------------------------------------------------------------------------
@@ -273,7 +270,7 @@ def _by_rows(mesh: Any, operands: Sequence[Tensor], band: _Band, scale: float) -
         Layout.of([*target.dims[:last], [keys] if place in (1, 2) else rows, [Factor(layout.shape[-1])]])
         for place, layout in enumerate(layouts)
     ]
-    parts = [part.as_subclass(Tensor) for part in beside(mesh, operands, targets, target.axes)]
+    parts = [part_of(part) for part in beside(mesh, operands, targets, target.axes)]
     whole = Layout.of([*target.dims, [Factor(layouts[2].shape[-1])]])
     result = made(_dealt(mesh, rows[0] if rows else Factor(1), keys, parts, band, scale), whole, mesh)
     return gathered(result, [lent]) if lent is not None and isinstance(result, DomainTensor) else result

@@ -54,15 +54,11 @@ def _dropout(func: Any, input: DomainTensor, *, p: float, training: bool, inplac
     return result.add_((1 - kept - p) * (least * scale)) if is_alpha else result
 
 
-@rule(*named("rand_like randn_like"))
-def _random_like(func: Any, input: DomainTensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    fill = Tensor.uniform_ if func is torch.rand_like else Tensor.normal_
-    return _drawn(input, input.whole, dtype or input.dtype, fill)
-
-
-@composed(*named("bernoulli"))
-def _bernoulli(func: Any, input: Tensor, p: float | None = None) -> Tensor:
-    return (torch.rand_like(input, dtype=torch.float64) < (input if p is None else p)).to(input.dtype)
+rule(torch.rand_like)(lambda func, x, dtype=None: _drawn(x, x.whole, dtype or x.dtype, Tensor.uniform_))
+rule(torch.randn_like)(lambda func, x, dtype=None: _drawn(x, x.whole, dtype or x.dtype, Tensor.normal_))
+composed(*named("bernoulli"))(
+    lambda func, x, p=None: (torch.rand_like(x, dtype=torch.float64) < (x if p is None else p)).to(x.dtype)
+)
 
 
 def _drawn(x: DomainTensor, whole: Layout, dtype: torch.dtype, fill: Callable[..., object]) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import DomainError
 from ...mesh import DeviceMesh
-from ..domain_tensor import DomainTensor, composed, made, refused, rule
+from ..domain_tensor import DomainTensor, composed, made, part_of, refused, rule
 from ..layout import Layout
 from ..movement import dealt, gathered, layout_of, own_part, shared
 from .functions import named, properties, tensors_in, with_parts
@@ -29,7 +30,7 @@ logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsig
 minimum mish mul multiply mvlgamma nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg
 real reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus
 softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc xlogy entr erfcx
-i0e i1 i1e log_ndtr ndtr ndtri psi expit xlog1py zeta gammaln
+i0e i1 i1e log_ndtr ndtr ndtri psi expit xlog1py zeta gammaln complex polar
 """
 """Those that also have an in-place form have it under the same name with an underscore."""
 
@@ -42,10 +43,9 @@ _IN_PLACE = """
 __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
 __ilshift__ __irshift__
 fill_ zero_ copy_ detach_ masked_fill_ clamp_ hardtanh_ relu_ relu6_ elu_ selu_ celu_ leaky_relu_ threshold_
-rrelu_
 """
 _CONVERSIONS = """
-clone contiguous detach double float half bfloat16 bool int long short char byte cdouble cfloat to type cpu cuda
+clone detach double float half bfloat16 bool int long short char byte cdouble cfloat to type cpu cuda
 zeros_like ones_like empty_like full_like type_as alias conj resolve_conj resolve_neg imag
 """
 
@@ -76,18 +76,16 @@ def check_change(func: Any, operands: Sequence[Tensor], layouts: Sequence[Layout
 
 @rule(*named(_CONVERSIONS), *properties("real imag"))
 def _converted(func: Any, x: Tensor, *args: Any, **options: Any) -> Any:
-    if not isinstance(x, DomainTensor):  # such as x.to(other) and x.type_as(other), for their dtype
-        plain = [arg.as_subclass(Tensor) if isinstance(arg, DomainTensor) else arg for arg in args]
-        return func(x, *plain, **options)
-    result = func(x, *args, **options)
-    return made(result, x.whole, x.mesh) if isinstance(result, Tensor) else result
+    plain = [part_of(arg) if isinstance(arg, Tensor) else arg for arg in args]  # of x.to(other), for its dtype
+    result = func(x, *plain, **options)
+    return made(result, x.whole, x.mesh) if isinstance(x, DomainTensor) and isinstance(result, Tensor) else result
 
 
 @rule(torch.where, Tensor.where)
-def _where(func: Any, condition: Tensor, *args: Any, **options: Any) -> Any:
-    if not args and not options:
-        raise refused(func, "with one argument finds places", condition)
-    return _elementwise(func, condition, *args, **options)
+def _where(func: Any, *args: Any, **options: Any) -> Any:
+    if len(args) + len(options) == 1:
+        raise refused(func, "with one argument finds places", *args)
+    return _elementwise(func, *args, **options)
 
 
 @composed(*named("prelu"))
@@ -146,7 +144,14 @@ def mesh_of(func: Any, operands: Iterable[Tensor]) -> DeviceMesh:
 
 def common(layouts: Sequence[Layout]) -> Layout:
     """Return the layout of a result: each dimension as the first operand that cuts it has it; local."""
-    shape = torch.broadcast_shapes(*(layout.shape for layout in layouts))
+    shapes = [layout.shape for layout in layouts]
+    try:
+        shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        raise DomainError(
+            f"expected sizes that match, or 1, got {[list(each) for each in shapes]}; an ordinary tensor beside "
+            "one that is cut has the whole's sizes; domain.from_local makes a part a tensor of the whole's"
+        ) from error
     whole = Layout.cut(shape, {})
     for layout in layouts:
         offset = len(shape) - len(layout.dims)

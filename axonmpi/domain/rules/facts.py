@@ -31,7 +31,7 @@ rule(*named("__repr__ __format__"))(
     *named(
         "dim ndimension element_size is_floating_point is_complex is_inference is_conj is_neg is_signed get_device"
     ),
-    *named("requires_grad_ retain_grad __hash__ is_tensor has_names is_same_size _is_view is_contiguous"),
+    *named("requires_grad_ retain_grad __hash__ is_tensor has_names _is_view is_contiguous"),
     *named("new_zeros new_ones new_full new_empty"),
 )
 def _same_for_parts(func: Any, x: DomainTensor, *args: Any, **options: Any) -> Any:

@@ -39,6 +39,5 @@ def with_parts(args: Any, parts: Mapping[int, Tensor]) -> Any:
 
 def each(value: Any, count: int) -> list[Any]:
     """Return an argument for each of `count` dimensions, of one number or of a number for each; local."""
-    if isinstance(value, list | tuple):
-        return list(value) * count if len(value) == 1 else list(value)
-    return [value] * count
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    return given * count if len(given) == 1 else given

@@ -42,9 +42,9 @@ _NONE, _MEAN, _SUM = range(3)
 """Torch's numbers of reductions."""
 
 
-@composed(*(getattr(functional, name) for name in _LOSSES.split()))
-def _written_out(func: Any, *args: Any, **options: Any) -> Any:
-    return written_out(func)(*args, **options)
+composed(*(getattr(functional, name) for name in _LOSSES.split()))(
+    lambda func, *args, **options: written_out(func)(*args, **options)
+)
 
 
 def _loss(func: Any, *args: Any, place: int, **options: Any) -> Tensor:
@@ -99,11 +99,9 @@ def _of_classes(
 # ---- distances --------------------------------------------------------------------------------------------------
 
 
-@composed(*named("pairwise_distance"))
-def _pairwise_distance(
-    func: Any, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Any:
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+composed(*named("pairwise_distance"))(
+    lambda func, x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+)
 
 
 @composed(*named("cosine_similarity"))

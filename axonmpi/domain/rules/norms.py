@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ...groups.process_group import ProcessGroup
 from ...utils.torch_internals import plain_tensors, written_out
-from ..domain_tensor import DomainTensor, as_domain_tensor, composed, made, refused, rule
+from ..domain_tensor import DomainTensor, as_domain_tensor, composed, made, part_of, refused, rule
 from ..layout import Factor, Layout
 from ..movement import apply, gathered
 from .elementwise import beside
@@ -33,15 +33,12 @@ from .reductions import WIDE, merged, of_ranks
 _CACHED = 2**17
 """Elements of an intermediate result that stay in a core's cache."""
 
-
-@composed(functional.batch_norm, functional.instance_norm, functional.group_norm, functional.local_response_norm)
-def _written_out(func: Any, *args: Any, **options: Any) -> Any:
-    return written_out(func)(*args, **options)
-
-
-@composed(functional.normalize)
-def _normalize(func: Any, input: Tensor, *, p: float, dim: Any, eps: float) -> Any:
-    return input / torch.linalg.vector_norm(input, p, dim, True).clamp_min(eps)
+composed(functional.batch_norm, functional.instance_norm, functional.group_norm, functional.local_response_norm)(
+    lambda func, *args, **options: written_out(func)(*args, **options)
+)
+composed(functional.normalize)(
+    lambda func, x, p, dim, eps: x / torch.linalg.vector_norm(x, p, dim, True).clamp_min(eps)
+)
 
 
 @rule(torch.batch_norm, torch.instance_norm)
@@ -124,6 +121,7 @@ def _layer_norm(
 def _checked(func: Any, x: Tensor, *others: Tensor | None) -> DomainTensor:
     if not isinstance(x, DomainTensor) or any(isinstance(other, DomainTensor) for other in others):
         raise refused(func, "has a weight or a statistic that is cut", x, *others)
+    torch.finfo(x.dtype)  # or the error of integers, on ranks without elements as well
     return x
 
 
@@ -176,7 +174,7 @@ def _normalized(
     Returns:
         The tensor, and float64 [2, channels / neighbours].
     """
-    part, wide = part.as_subclass(Tensor), part.detach().to(WIDE.get(x.dtype, x.dtype))
+    part, wide = part_of(part), part.detach().to(WIDE.get(x.dtype, x.dtype))
     found = [wide.new_zeros(part.shape[1] // neighbours, dtype=torch.float64)] * 2
     if part.numel():
         opened = wide.unflatten(1, (-1, neighbours))

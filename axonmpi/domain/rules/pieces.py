@@ -72,7 +72,7 @@ def sliced(x: Tensor, dim: int, rows: range) -> Tensor:
         return moved
     part = x[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
     if not isinstance(x, DomainTensor):
-        return part
+        return as_view(part, x)
     whole = x.whole if x.whole.is_cut(dim) else x.whole.replaced({dim: [Factor(len(rows))]})
     return as_view(as_domain_tensor(part, whole, x.mesh), x)
 
@@ -81,7 +81,7 @@ def row_of(x: Tensor, dim: int, row: int) -> Tensor:
     """Return one row, without the dimension and its cut; collective along a cut dimension."""
     one = sliced(x, dim, range(row, row + 1))
     if not isinstance(one, DomainTensor):
-        return one.select(dim, 0)
+        return as_view(one.select(dim, 0), one)
     whole = as_view(gathered(one, one.whole.axes_of(dim)), one)
     dims = layout_of(whole).dims
     return as_view(made(whole.select(dim, 0), Layout(dims[:dim] + dims[dim + 1 :]), one.mesh), whole)
@@ -154,8 +154,7 @@ def alike(func: Any, operands: Sequence[Tensor], dim: int) -> tuple[Layout, list
 
 
 @rule(*named("cat concat concatenate"))
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> Any:
-    dim = dim if axis is None else axis
+def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     shape = result_of(torch.cat, list(tensors), dim).shape
     operands = [tensor for tensor in tensors if tensor.dim() == len(shape)]  # torch skips those of shape [0]
     dim %= len(shape)
@@ -165,13 +164,9 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None
         ends = split_bounds(shape[dim], mesh.size(name))
         for place, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
             first = stop - size
-            ranges = [(_within(low - first, size), _within(high - first, size)) for low, high in ends]
+            ranges = [(min(max(low - first, 0), size), min(max(high - first, 0), size)) for low, high in ends]
             parts[place] = fetched(parts[place], mesh, name, dim, size, ranges)
     return made(torch.cat(parts, dim), whole.replaced({dim: [Factor(shape[dim], *whole.axes_of(dim))]}), mesh)
-
-
-def _within(row: int, size: int) -> int:
-    return min(max(row, 0), size)
 
 
 @composed(*named("stack"))
@@ -218,17 +213,21 @@ def _roll(func: Any, input: DomainTensor, shifts: Any, dims: Any = ()) -> Tensor
 
 
 @rule(*named("flip"))
-def _flip(func: Any, x: DomainTensor, *dims: Any) -> Tensor:
-    given = dims[0] if isinstance(dims[0], Sequence) else dims
+def _flip(func: Any, x: DomainTensor, *args: Any, dims: Any = None) -> Tensor:
+    given = each((dims if args == () else args[0]) if len(args) < 2 else args, 1)
     result_of(func, x, given)
     for dim in given:
         x = rows_of(x, dim % x.dim(), range(x.whole.shape[dim])[::-1])
     return x
 
 
-@composed(*named("fliplr flipud"))
-def _flip_one(func: Any, input: Tensor) -> Tensor:
-    return input.flip(0 if func.__name__ == "flipud" else 1)
+composed(*named("fliplr flipud"))(lambda func, x: x.flip(0 if func.__name__ == "flipud" else 1))
+
+
+@composed(*named("rot90"))
+def _rotated(func: Any, input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
+    turned: Tensor = input.flip([(), dims[1:], dims, dims[:1]][k % 4])
+    return turned.transpose(*dims) if k % 2 else turned
 
 
 @composed(*named("tril triu"))

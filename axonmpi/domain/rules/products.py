@@ -95,14 +95,10 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return product(func, [input, weight, bias], [*labels, ["n"]], result)
 
 
-@composed(*named("outer ger"))
-def _outer(func: Any, input: Tensor, vec2: Tensor) -> Tensor:
-    return product(func, [input, vec2], ["i", "j"], "ij")
-
-
-@composed(*named("inner"))
-def _inner(func: Any, input: Tensor, other: Tensor) -> Tensor:
-    return torch.tensordot(input, other, ([-1], [-1])) if input.dim() and other.dim() else input * other
+composed(*named("outer ger"))(lambda func, x, vec2: product(func, [x, vec2], ["i", "j"], "ij"))
+composed(*named("inner"))(
+    lambda func, x, other: torch.tensordot(x, other, ([-1], [-1])) if x.dim() and other.dim() else x * other
+)
 
 
 @composed(torch.tensordot)
@@ -139,16 +135,17 @@ def _labels(term: str, count: int) -> list[int]:
 
 
 @composed(*named("addmm baddbmm addbmm addmv addr"))
-def _added(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _added(func: Any, input: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **named: Any) -> Tensor:
+    first, second = *args, *(named[name] for name in sorted(named))  # mat1 and mat2, vec1 and vec2, mat and vec ...
     result = torch.outer(first, second) if func.__name__ == "addr" else torch.matmul(first, second)
     result = result.sum(0) if func.__name__ == "addbmm" else result
     result_of(torch.broadcast_to, input, result.shape)  # torch's own error
-    return torch.add(input * beta, result, alpha=alpha) if beta else result * alpha
+    return torch.add(input * beta, result, alpha=alpha).to(result.dtype) if beta else result * alpha
 
 
 @composed(*named("bilinear"))
 def _bilinear(func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    result = torch.einsum("...i,oij,...j->...o", input1, weight, input2).to(input1.dtype)  # as torch in autocast
     return result if bias is None else result + bias
 
 

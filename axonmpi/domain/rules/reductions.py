@@ -46,18 +46,17 @@ def _sum(
     return made(result.to(wanted) if wanted in WIDE else result, whole, input.mesh)
 
 
-@composed(*named("nanmean"))
-def _nanmean(func: Any, input: Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Tensor:
-    return torch.nansum(input, dim, keepdim, **options) / torch.sum(~torch.isnan(input), dim, keepdim)
-
-
-@composed(*named("count_nonzero"))
-def _count_nonzero(func: Any, input: Tensor, dim: Any = None) -> Tensor:
-    return torch.sum(input != 0, dim)
+composed(*named("count_nonzero"))(lambda func, x, dim=None: torch.sum(x != 0, dim))
+composed(*named("nanmean"))(
+    lambda func, x, dim=None, keepdim=False, **options: (
+        torch.nansum(x, dim, keepdim, **options) / torch.sum(~torch.isnan(x), dim, keepdim)
+    )
+)
 
 
 @composed(*named("logsumexp"))
 def _logsumexp(func: Any, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    input = torch.add(input, 0.0)  # of integers, too
     largest = torch.amax(input.detach(), dim, True)
     largest = largest.masked_fill(torch.isinf(largest), 0)
     return (input - largest).exp().sum(dim, keepdim).log() + largest.sum(dim, keepdim)
@@ -71,7 +70,7 @@ def _prod(func: Any, input: DomainTensor, dim: Any = None, keepdim: bool = False
     dims, whole, _ = over(input.whole, dim, keepdim=keepdim)
     given = () if dim is None else (dim, keepdim)
     rows, _ = _of_parts(input, dims, lambda part: func(part, *given, **options))
-    return made(func(rows, dim=0), whole, input.mesh)
+    return made(func(rows, 0, **options), whole, input.mesh)
 
 
 @rule(*named("vector_norm"))
@@ -92,9 +91,7 @@ def _vector_norm(
     return made(norms.sum(0) if ord == 0 else func(norms, ord, 0), whole, x.mesh)
 
 
-@composed(torch.norm, Tensor.norm)
-def _norm(func: Any, *args: Any, **options: Any) -> Any:
-    return written_out(func)(*args, **options)
+composed(torch.norm, Tensor.norm)(lambda func, *args, **options: written_out(func)(*args, **options))
 
 
 @composed(torch.linalg.norm)
@@ -157,6 +154,7 @@ def _variance(
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims, whole, _ = over(input.whole, dim, keepdim=keepdim)
+    torch.finfo(input.dtype)  # or the error of integers, on ranks without elements as well
 
     def moments(part: Tensor) -> Tensor:
         wide = part.to(WIDE.get(part.dtype, part.dtype))
@@ -217,16 +215,19 @@ class _Selected(Function):
 
 
 @composed(*named("all any"))
-def _all_or_any(func: Any, input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    extreme = torch.amax if func.__name__ == "any" else torch.amin
-    found = extreme(input != 0, () if dim is None else dim, keepdim)
+def _all_or_any(func: Any, input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    wanted = func.__name__ == "any"  # any element that is not 0; all: no element that is 0
+    found: Tensor = (input != 0) == wanted
+    # Without dimensions torch reduces over none, while other functions reduce over all.
+    found = (found if dim in ((), []) else torch.sum(found, dim, keepdim) > 0) == wanted
     return found.to(torch.uint8) if input.dtype is torch.uint8 else found
 
 
-@composed(*named("aminmax"))
-def _aminmax(func: Any, input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    least, most = (extreme(input, () if dim is None else dim, keepdim) for extreme in (torch.amin, torch.amax))
-    return torch.return_types.aminmax((least, most))
+composed(*named("aminmax"))(
+    lambda func, x, dim=None, keepdim=False: torch.return_types.aminmax(
+        (torch.amin(x, dim, keepdim), torch.amax(x, dim, keepdim))
+    )
+)
 
 
 @composed(*named("max min"))

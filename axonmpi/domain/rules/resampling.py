@@ -36,9 +36,9 @@ _MODES = {
 }
 
 
-@composed(functional.interpolate, functional.lp_pool1d, functional.lp_pool2d, functional.lp_pool3d)
-def _written_out(func: Any, *args: Any, **options: Any) -> Any:
-    return written_out(func)(*args, **options)
+composed(functional.interpolate, functional.lp_pool1d, functional.lp_pool2d, functional.lp_pool3d)(
+    lambda func, *args, **options: written_out(func)(*args, **options)
+)
 
 
 def _upsample(func: Any, input: DomainTensor, output_size: Any, *options: Any, mode: str) -> Any:

@@ -7,13 +7,15 @@ shape of a result, and its errors on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..domain_tensor import DomainTensor, as_domain_tensor, composed, made, refused, rule
+from ...utils.torch_internals import plain_tensors
+from ..domain_tensor import CopiedRows, DomainTensor, as_domain_tensor, composed, made, refused, rule
 from ..layout import Dim, Factor, Layout, part_shape, reshaped
 from ..movement import dealt, gathered, layout_of
 from .functions import named, properties
@@ -45,23 +47,43 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, factors in enumerate(before.dims):
         if factors != x.whole.dims[dim]:
             x, mark = cast(DomainTensor, dealt(x, dim, factors)), True  # a cut factor is divided in two
-    result = as_domain_tensor(x.reshape(part_shape(x.mesh, after)), after, x.mesh)
+    result = as_domain_tensor(
+        unshared(x.reshape(part_shape(x.mesh, after)), x, partial(Tensor.reshape, shape=shape)), after, x.mesh
+    )
     result.is_copy = mark
     return result
 
 
+def unshared(part: Tensor, x: DomainTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function's result of a part, copied if the whole's result would not share memory with `x`; local.
+
+    They differ if the part has one row of several: then more permutations of it are contiguous.
+    """
+    if all(own > 1 or own == size for own, size in zip(x.shape, x.whole.shape, strict=True)):
+        return part
+    order = sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
+    like = torch.empty([x.whole.shape[dim] for dim in order], device="meta")
+    return part if function(like.permute([*map(order.index, range(x.dim()))]))._is_view() else part.clone()
+
+
 def as_view(result: Tensor, x: Tensor) -> Tensor:
     """Return a result that torch gives as a view of `x`, marked if it is a copy; local."""
+    shares = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    is_copy = any(getattr(each, "is_copy", False) for each in (result, x)) or (result.numel() > 0 and not shares)
     if isinstance(result, DomainTensor):
-        shares = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        is_copy = result.is_copy or (result.numel() > 0 and not shares)
-        result.is_copy = is_copy or (isinstance(x, DomainTensor) and x.is_copy)
-    return result
+        result.is_copy = is_copy
+        return result
+    return Tensor.as_subclass(result, CopiedRows) if is_copy else result
 
 
 @rule(*named("reshape reshape_as flatten ravel"))
 def _reshape(func: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
     return reshape(x, result_of(func, x, *args, **options).shape)
+
+
+rule(*named("contiguous"))(
+    lambda func, x, **options: made(unshared(func(x, **options), x, partial(func, **options)), x.whole, x.mesh)
+)
 
 
 @rule(*named("view view_as unflatten squeeze"))
@@ -77,6 +99,13 @@ def _permute(func: Any, x: DomainTensor, *args: Any, **options: Any) -> Tensor:
     sizes = func(torch.empty(tuple(range(2, len(x.whole.dims) + 2)), device="meta"), *args, **options).shape
     whole = Layout(tuple(x.whole.dims[size - 2] if size > 1 else () for size in sizes))
     return as_view(made(func(x, *args, **options), whole, x.mesh), x)
+
+
+@composed(torch.view_as_real, torch.view_as_complex)
+def _pairs(func: Any, x: DomainTensor) -> Tensor:
+    numbers = torch.stack([x.real, x.imag], -1) if func is torch.view_as_real else torch.complex(*x.unbind(-1))
+    with plain_tensors():
+        return as_view(numbers, x)
 
 
 # ---- repetitions ------------------------------------------------------------------------------------------------

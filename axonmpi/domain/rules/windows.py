@@ -19,7 +19,7 @@ from torch.nn import functional
 from ...mesh import DeviceMesh
 from ...utils.partition import split_bounds, split_sizes
 from ...utils.rows import row_plan
-from ..domain_tensor import DomainTensor, made, refused, rule
+from ..domain_tensor import DomainTensor, made, part_of, refused, rule
 from ..edges import Padded
 from ..layout import Factor, Layout, bounds
 from ..movement import shared, simplified
@@ -147,18 +147,17 @@ def _average_pool(
     fetch = fetch_windows(func, x, windows, 0.0)
 
     def sums(rows: Tensor) -> Tensor:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # sums beyond the range of 16 bits
         if count > 1:
             return func(rows, kernels, strides, fetch.padding, ceil_mode, divisor_override=1)  # type: ignore[no-any-return]
         numbers = [1, *kernels], [1, *strides], [0, *fetch.padding]  # torch has no sums of one dimension
         return functional.avg_pool2d(rows.unsqueeze(-2), *numbers, ceil_mode, divisor_override=1).squeeze(-2)
 
     result = fetch.result(sums)
-    if divisor_override is not None:
-        return made(result / divisor_override, fetch.whole, x.mesh)
-    for dim, window in enumerate(windows, -count):
+    for dim, window in enumerate(windows, -count) if divisor_override is None else ():
         counts = _divisors(fetch, dim, window, x, padded=count_include_pad)
         result = result / counts.to(result.dtype).view(-1, *[1] * (-dim - 1))
-    return made(result, fetch.whole, x.mesh)
+    return made((result / (divisor_override or 1)).to(x.dtype), fetch.whole, x.mesh)
 
 
 def _divisors(fetch: _Fetch, dim: int, window: Window, x: DomainTensor, *, padded: bool) -> Tensor:
@@ -215,10 +214,10 @@ def fetch_windows(
     """Return the rows of the windows of this rank's outputs, `value` beyond the ends; collective."""
     first, mesh = len(x.whole.dims) - len(windows), x.mesh
     whole = _result_layout(func, x, windows, channels)
-    part = x.as_subclass(Tensor)
+    part = part_of(x)
     empty = [dim for dim in range(first) if part.shape[dim] == 0]
     if empty:  # torch refuses pools without channels
-        part = part.sum(empty, keepdim=True)
+        part = part.sum(empty, keepdim=True, dtype=part.dtype)
     fetch = _Fetch(Padded(part), [window.padding for window in windows], whole, mesh, empty)
     # In the same order on all ranks. Those fetched last can travel during computation: of the outermost axis, which
     # is the one between nodes.
