@@ -76,7 +76,7 @@ def _transposed_convolution(
     strides, paddings, more, dilations = numbers
     first = len(x.whole.dims) - count
     whole = _result_layout(func, x, windows, weight.shape[1] * groups)
-    padded, starts = Padded(x.as_subclass(Tensor)), dict[int, int]()
+    padded, starts = Padded(part_of(x)), dict[int, int]()
     for dim, window in enumerate(windows, first):
         if (axis := x.whole.axis_of(dim)) is None:
             continue
