@@ -1,0 +1,186 @@
+"""A trace of a job: begun and ended on all ranks together, in a folder that all nodes see."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backends import Backend, all_gather_number, all_gather_object, broadcast_object
+from ..launch.topology import Topology
+from ..record import describe, own_record
+from ..record.trace_file import FILE_NAME
+from ..utils.arguments import check_flags, integer
+from ..utils.text import name_ranks
+from .merge import PROFILE_NAME, merge
+from .summary import Summary
+
+_BARRIERS = 32
+"""Collectives that align the clocks of the nodes, at the begin and at the end."""
+LINK_BYTES = 1 << 20
+LINK_TAG = 32767
+
+
+class Trace:
+    """A trace, to be used as a context; made by `axonmpi.trace`.
+
+    Attributes:
+        folder: The folder.
+        summary: The summary, on rank 0 after the end.
+
+    Args:
+        backend: Of the world.
+        topology: This rank's node.
+        folder: Folder for the files of all ranks, the same on all.
+        steps: Steps to trace, counted by `step()` from 0; None traces the whole block.
+        profiler: True to record torch's own profiler, too.
+    """
+
+    def __init__(
+        self, backend: Backend, topology: Topology, folder: Path, steps: range | None = None, profiler: bool = False
+    ) -> None:
+        check_flags(profiler=profiler)
+        self.folder = folder
+        self.summary: Summary | None = None
+        self._backend, self._topology = backend.control, topology
+        self._name, self._steps, self._step = backend.name, steps, 0
+        self._profiler = torch.profiler.profile() if profiler else None
+        self._runs = False
+
+    def __enter__(self) -> Trace:
+        if self._steps is None or 0 in self._steps:
+            self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None and self._runs:
+            self.end()
+        else:
+            self.stop()
+
+    def step(self) -> None:
+        """Say that a step has ended; collective where the trace begins or ends, else local."""
+        self._step += 1
+        if self._steps is None:
+            return
+        if self._runs and self._step not in self._steps:
+            self.end()
+        elif not self._runs and self._step in self._steps:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to trace; collective.
+
+        Raises:
+            OSError: A rank cannot write to the folder, or does not see the files of rank 0; on all ranks.
+        """
+        backend, folder = self._backend, self.folder
+        job: str = broadcast_object(backend, secrets.token_hex(8))
+        self._on_all(_prepare, folder if backend.rank == 0 else None)
+        identity = {
+            "trace": job,
+            "rank": backend.rank,
+            "size": backend.size,
+            "node": self._topology.node_rank,
+            "backend": self._name,
+            "wall_clock": time.time_ns() - time.monotonic_ns(),
+        }
+        self._on_all(own_record().begin_trace, folder, identity)
+        self._runs = True
+        self._on_all(_check_visible, folder)
+        self._measure_network()
+        if self._profiler is not None:
+            self._profiler.start()
+
+    def end(self) -> None:
+        """End the trace and write the merged file, on rank 0; collective.
+
+        Raises:
+            OSError: Rank 0 cannot write the file; on all ranks.
+        """
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self.folder / PROFILE_NAME.format(self._backend.rank)))
+        self._measure_network()
+        self.stop()
+        self._backend.barrier()
+        self._on_all(self._merge, self.folder if self._backend.rank == 0 else None)
+
+    def stop(self) -> None:
+        """Complete this rank's file, without the other ranks; local."""
+        if self._runs:
+            self._runs = False
+            own_record().end_trace()
+
+    def _merge(self, folder: Path) -> None:
+        self.summary = merge(folder)
+
+    def _on_all(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function, unless its first argument is None, and raise its error on all ranks; collective."""
+        problem = ""
+        if args[0] is not None:
+            try:
+                function(*args)
+            except OSError as error:
+                problem = str(error)
+        problems = {rank: text for rank, text in enumerate(all_gather_object(self._backend, problem)) if text}
+        if problems:
+            self.stop()
+            raise OSError(f"trace in {self.folder}: {name_ranks(problems)}: {next(iter(problems.values()))}")
+
+    def _measure_network(self) -> None:
+        """Align the nodes' clocks by barriers, and send a message from each node to the next; collective."""
+        topology, backend = self._topology, self._backend
+        if topology.num_nodes == 1:
+            return
+        for _ in range(_BARRIERS):
+            backend.barrier()
+        leaders = np.flatnonzero(all_gather_number(backend, topology.local_rank) == 0).tolist()
+        if topology.local_rank == 0:
+            own = leaders.index(backend.rank)
+            after, before = leaders[(own + 1) % len(leaders)], leaders[own - 1]
+            sent = backend.isend(torch.zeros(LINK_BYTES, dtype=torch.uint8), after, LINK_TAG)
+            received = torch.empty(LINK_BYTES, dtype=torch.uint8)
+            with backend.notes.noted(describe("link", peer=before, nbytes=LINK_BYTES), 0):
+                backend.irecv(received, before, LINK_TAG).wait()
+            sent.wait()
+        backend.barrier()
+
+
+def checked_steps(steps: object) -> range | None:
+    """Return the steps of a user's argument; None for all; local.
+
+    Raises:
+        TypeError: It is neither a number, nor a range, nor None.
+        ValueError: It has no step, or gaps.
+    """
+    if steps is None:
+        return None
+    if isinstance(steps, range):
+        if not steps or steps.step != 1 or steps.start < 0:
+            raise ValueError(f"steps: expected a range of consecutive steps from 0 on, got {steps}")
+        return steps
+    number = integer("steps", steps)
+    if number < 1:
+        raise ValueError(f"steps: expected at least 1 step, got {number}")
+    return range(number)
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder, and remove the files of an earlier trace."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("rank-*.*"):
+        path.unlink()
+
+
+def _check_visible(folder: Path) -> None:
+    if not (folder / FILE_NAME.format(0)).exists():
+        raise FileNotFoundError("rank 0's file is not there: take a folder on a file system of all nodes")
