@@ -1,4 +1,4 @@
-"""Waiting, apart from moving: a collective moves data once the last rank has arrived; until then the others wait."""
+"""Waiting apart from moving: a collective moves data once the last rank has arrived; before, the others wait."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The traces of all ranks in one file for Perfetto (ui.perfetto.dev), in the Trace Event Format.
 
-A process of the file is a rank. Its threads are the phases of the program; the main thread's operations, each with the
-time in which it waited for other ranks inside; the operations of other threads; and further spans, such as buckets.
-The format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+A process of the file is a rank. Its threads are the phases of the program; the operations of the main thread, each
+with the time in which it waited for other ranks inside; and those of other threads. Spans such as buckets overlap.
+The format: Google, "Trace Event Format", 2016, for the viewers of Chrome and Perfetto.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def _profile(trace: RankTrace, path: Path, origin: int) -> Iterator[dict[str, An
         return
     profile = json.loads(path.read_text(encoding="utf-8"))
     # Its times are microseconds of the system's clock after a base, the trace's nanoseconds of another clock.
-    base = int(profile.get("baseTimeNanoseconds", 0)) - trace.identity["wall_clock"] + trace.shift - origin
-    for event in profile["traceEvents"]:
-        if event.get("ph") == "X" and isinstance(event.get("tid"), int):
-            yield {**event, "pid": trace.rank, "ts": event["ts"] + base / 1e3}
+    base = int(profile.get("baseTimeNanoseconds", 0)) - trace.identity["wall_clock"]
+    events = [each for each in profile["traceEvents"] if each.get("ph") == "X" and isinstance(each.get("tid"), int)]
+    own = np.rint(np.array([each["ts"] for each in events]) * 1e3).astype(np.int64) + base
+    for event, moment in zip(events, (own + trace.shifts(own) - origin).tolist(), strict=True):
+        yield {**event, "pid": trace.rank, "ts": moment / 1e3}

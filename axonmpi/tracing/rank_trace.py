@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,6 @@ from ..record.trace_file import GROUP, PAGE, SPAN
 
 Entries = NDArray[np.void]
 Nanoseconds = NDArray[np.int64]
-_TIMES = ("entered", "started", "left")
 RECEIVES = (b"recv", b"wait for irecv", b"stage recv")
 """Operations that wait for one other rank."""
 
@@ -31,14 +31,14 @@ class RankTrace:
         operations: In the order of their starts; fields of `OPERATION_ENTRY`, times in nanoseconds.
         spans: Phases and other spans, in the order of their starts.
         groups: By key: this rank's number, the size, the world rank of rank 0 and the step between world ranks.
-        shift: Nanoseconds that have been added to the times.
+        shifts: Returns the nanoseconds that have been added to times.
     """
 
     identity: dict[str, Any]
     operations: Entries
     spans: Entries
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    shift: int = 0
+    shifts: Callable[[Nanoseconds], Nanoseconds] = np.zeros_like
 
     @property
     def rank(self) -> int:
@@ -78,19 +78,13 @@ class RankTrace:
         heights = np.stack([np.concatenate([[0], spent[:-1]]), spent], 1).ravel()
         return np.asarray(np.interp(moments, edges, heights))
 
-    def shifted(self, offset: float, drift: float, origin: int) -> RankTrace:
-        """Return the trace by another clock: `offset + drift * (time - origin)` nanoseconds later."""
-        operations, spans = (_shifted(part, offset, drift, origin) for part in (self.operations, self.spans))
-        return replace(self, operations=operations, spans=spans, shift=self.shift + round(offset))
-
-
-def _shifted(entries: Entries, offset: float, drift: float, origin: int) -> Entries:
-    entries = entries.copy()
-    for name in _TIMES:
-        times = entries[name]
-        shifts = np.rint(drift * (times - origin)).astype(np.int64) + round(offset)
-        entries[name] = np.where(times > 0, times + shifts, times)
-    return entries
+    def shifted(self, shifts: Callable[[Nanoseconds], Nanoseconds]) -> RankTrace:
+        """Return the trace by another clock, from the nanoseconds to add to each time."""
+        operations, spans = self.operations.copy(), self.spans.copy()
+        for entries in (operations, spans):
+            for name in ("entered", "started", "left"):
+                entries[name] = np.where(entries[name] > 0, entries[name] + shifts(entries[name]), entries[name])
+        return replace(self, operations=operations, spans=spans, shifts=shifts)
 
 
 def read_traces(folder: Path) -> list[RankTrace]:

@@ -1,7 +1,7 @@
 """A trace in words and figures: where each rank's time goes, and the rank or node that the others wait for.
 
-A rank's time is what its main thread does: computing, loading data, saving, waiting for other ranks, moving data. As
-ranks meet in each step, all wait for the one that spends most more than the others in one of these.
+A rank's time is what its main thread does: computing, loading data, saving, waiting for other ranks, moving data.
+As ranks meet in each step, all wait for the one that spends most more than the others in one of these.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Summary:
         ranks: Figures of each rank.
         cause: The sentence that names what the time is lost to, and where.
         operations: Name and size, calls on a rank, seconds of waiting and of moving: most time first.
-        clocks: The clock of each node.
+        clocks: The clock of each node but the lowest.
         links: Bytes a second from each node to the next; empty on one node.
     """
 
@@ -103,11 +103,8 @@ class Summary:
             f"{calls:>9.0f} {wait:>9.3f} {move:>9.3f}  {name}" for name, calls, wait, move in self.operations[:12]
         ]
         for node, clock in self.clocks.items():
-            if clock != Clock():
-                text = (
-                    f"node {node}: clock {-clock.offset / 1e3:+.1f} us, drift {-clock.drift * 1e6:+.2f} us a second"
-                )
-                lines.append(f"{text}, known to {clock.error / 1e3:.1f} us")
+            ahead, drift, known = -clock.offsets[0] / 1e3, -clock.drift * 1e6, clock.error / 1e3
+            lines.append(f"node {node}: clock {ahead:+.1f} us, {drift:+.2f} us a second, known to {known:.1f} us")
         lines += [f"node {node}: sends at {rate / 1e6:.1f} MB/s" for node, rate in self.links.items()]
         return "\n".join(lines)
 
@@ -117,7 +114,7 @@ def summarise(traces: Sequence[RankTrace], clocks: dict[int, Clock], waits: Sequ
 
     Args:
         traces: Of all ranks.
-        clocks: Clock of each node.
+        clocks: Clock of each node but the lowest.
         waits: Of each.
     """
     awaited = dict.fromkeys((trace.rank for trace in traces), 0)

@@ -18,13 +18,14 @@ from ..record import describe, own_record
 from ..record.trace_file import FILE_NAME
 from ..utils.arguments import check_flags, integer
 from ..utils.text import name_ranks
+from .clocks import BACK, THERE
 from .merge import PROFILE_NAME, merge
-from .summary import Summary
+from .summary import LINK, Summary
 
-_BARRIERS = 32
-"""Collectives that align the clocks of the nodes, at the begin and at the end."""
-LINK_BYTES = 1 << 20
-LINK_TAG = 32767
+_MOST_MESSAGES, _QUICK, _SPREAD = 1024, 32, 1.2
+"""Messages there and back that align the clock of a node: until so many took at most so much longer than the best."""
+_LINK_BYTES = 1 << 20
+_TAG = 32767
 
 
 class Trace:
@@ -52,6 +53,7 @@ class Trace:
         self._name, self._steps, self._step = backend.name, steps, 0
         self._profiler = torch.profiler.profile() if profiler else None
         self._runs = False
+        self._measured = 0
 
     def __enter__(self) -> Trace:
         if self._steps is None or 0 in self._steps:
@@ -137,22 +139,43 @@ class Trace:
             raise OSError(f"trace in {self.folder}: {name_ranks(problems)}: {next(iter(problems.values()))}")
 
     def _measure_network(self) -> None:
-        """Align the nodes' clocks by barriers, and send a message from each node to the next; collective."""
+        """Align the nodes' clocks, and measure the way from each node to the next, by messages; collective."""
         topology, backend = self._topology, self._backend
         if topology.num_nodes == 1:
             return
-        for _ in range(_BARRIERS):
-            backend.barrier()
         leaders = np.flatnonzero(all_gather_number(backend, topology.local_rank) == 0).tolist()
         if topology.local_rank == 0:
             own = leaders.index(backend.rank)
+            for other in leaders[1:] if own == 0 else [backend.rank]:
+                self._exchange(leaders[0], other)
+            self._measured += 1
             after, before = leaders[(own + 1) % len(leaders)], leaders[own - 1]
-            sent = backend.isend(torch.zeros(LINK_BYTES, dtype=torch.uint8), after, LINK_TAG)
-            received = torch.empty(LINK_BYTES, dtype=torch.uint8)
-            with backend.notes.noted(describe("link", peer=before, nbytes=LINK_BYTES), 0):
-                backend.irecv(received, before, LINK_TAG).wait()
+            sent = backend.isend(torch.zeros(_LINK_BYTES, dtype=torch.uint8), after, _TAG)
+            received = torch.empty(_LINK_BYTES, dtype=torch.uint8)
+            with backend.notes.noted(describe(LINK.decode(), peer=before, nbytes=_LINK_BYTES), 0):
+                backend.irecv(received, before, _TAG).wait()
             sent.wait()
         backend.barrier()
+
+    def _exchange(self, first: int, other: int) -> None:
+        """Send messages there and back between two ranks until many are quick; collective over the two."""
+        backend, message = self._backend, torch.zeros(1, dtype=torch.uint8)
+        is_first, took = backend.rank == first, list[float]()
+        for number in range(self._measured * _MOST_MESSAGES, (self._measured + 1) * _MOST_MESSAGES):
+            if is_first:
+                took.sort()
+                message[0] = len(took) > _QUICK and took[_QUICK] < _SPREAD * took[0]
+                began = time.monotonic()
+                with backend.notes.noted(describe(THERE.decode(), peer=other, tag=number), 0):
+                    backend.send(message, other, _TAG)
+                    backend.recv(message, other, _TAG)
+                took.append(time.monotonic() - began)
+            else:
+                backend.recv(message, first, _TAG)
+                with backend.notes.noted(describe(BACK.decode(), peer=first, tag=number), 0):
+                    backend.send(message, first, _TAG)
+            if message[0]:
+                break
 
 
 def checked_steps(steps: object) -> range | None:
