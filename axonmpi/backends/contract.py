@@ -44,7 +44,7 @@ from .counters import WORDS_PER_COUNTER, NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, reduce_in_rank_order, wide_dtype
-from .runner import Runner
+from .runner import Runner, bytes_of
 from .tuning import MAX_CALLS
 from .worker import Worker
 
@@ -374,7 +374,7 @@ class Backend(Runner):
                 f"exchange_rows: by the plan expected {expected[0]} rows to show, outputs of {expected[1]} rows, "
                 f"and rows of one shape, got {sizes[0]} and {sizes[1]} rows, the first of shape {list(row)}"
             )
-        call = self._call("exchange_rows", dtype, tuple(row), layout=((dtype, plan.numbers),), label=label)
+        call = self._call("exchange_rows", dtype, (-1, *row), layout=((dtype, plan.numbers),), label=label)
         work: Work | None = self._run(async_op, call, self._exchange_rows, given, written, plan)
         return work
 
@@ -651,6 +651,8 @@ class Backend(Runner):
             return self._execute(call, move, call, *args)
         log = self.notes
         note = log.enter(call.description)
+        if call.is_free:
+            log.set_bytes(note, bytes_of(args[0]))
         try:
             result = move(call, *args)
         except BaseException as error:

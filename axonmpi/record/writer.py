@@ -32,7 +32,7 @@ from .trace_file import TraceFile
 
 _LEFT = 1
 """Index of the word `left` in an entry. Writers know an entry by the position of this word, which they set last."""
-_STARTED, _THREAD, _FAILED = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT
+_STARTED, _THREAD, _FAILED, _BYTES = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT, 14 - _LEFT
 _WORDS = OPERATION_BYTES // 8
 _FIRST_WORD = OPERATIONS_AT // 8
 _NO_GROUP = -1
@@ -190,6 +190,10 @@ class GroupLog:
         self._words[at + _FAILED] = 1
         self.leave(at)
 
+    def set_bytes(self, at: int, nbytes: int) -> None:
+        """Set the bytes of this rank's tensors, for calls whose description lacks them; local."""
+        self._words[at + _BYTES] = nbytes
+
     def queue(self, at: int) -> None:
         """Mark an operation as queued for another thread; local."""
         self._words[at + _STARTED] = 0
@@ -276,6 +280,9 @@ class NoLog:
         """Do nothing."""
 
     fail = queue = start = leave
+
+    def set_bytes(self, at: int, nbytes: int) -> None:
+        """Do nothing."""
 
     def noted(self, description: bytes, number: int = 0) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""

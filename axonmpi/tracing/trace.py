@@ -23,7 +23,7 @@ from .merge import PROFILE_NAME, merge
 from .summary import LINK, Summary
 
 _MOST_MESSAGES, _QUICK, _SPREAD = 1024, 32, 1.2
-"""Messages there and back that align the clock of a node: until so many took at most so much longer than the best."""
+"""Messages there and back that align the clock of a node: until so many took at most that much of the best."""
 _LINK_BYTES = 1 << 20
 _TAG = 32767
 
