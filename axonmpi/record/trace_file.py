@@ -22,11 +22,11 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .layout import OPERATION, OPERATION_BYTES, OPERATION_ENTRY, Phase, describe
+from .layout import OPERATION, OPERATION_BYTES, Phase, describe
 
 if TYPE_CHECKING:
     from .writer import GroupLog
@@ -38,7 +38,8 @@ CHUNK_BYTES = CHUNK_ENTRIES * OPERATION_BYTES
 MOST_CHUNKS = 100
 SPAN, GROUP = -1, b"group"
 """The group of a span, and the name of the entry of a group."""
-_GROUP_AT = OPERATION_ENTRY.fields["group"][1] if OPERATION_ENTRY.fields else 0
+_WORDS, _GROUP = OPERATION_BYTES // 8, 5
+"""Words of an entry, and the index of its group."""
 
 
 class TraceFile:
@@ -62,29 +63,57 @@ class TraceFile:
         os.pwrite(self._file, head.ljust(PAGE), 0)
         self._groups = groups
         self._take = itertools.count().__next__
-        self._chunks: dict[int, memoryview] = {}
+        self._chunks: dict[int, mmap.mmap] = {}
+        self._current: list[tuple[int, mmap.mmap, memoryview]] = []
         self._lock = threading.RLock()
         self._has_room = True
         self._phase = (0, 0, 0, Phase.OTHER, "")  # its begin, its thread and the thread's time until then
         self._map(0)
 
-    def keep(self, entry: bytes | memoryview, group: int) -> None:
-        """Add an entry, of the group with a key; local."""
-        chunk, row = divmod(self._take(), CHUNK_ENTRIES)
-        view = self._chunks.get(chunk)
-        if view is None:
-            view = self._map(chunk)
-            if view is None:
+    def leaver(self, record: mmap.mmap, group: int) -> Callable[[int], None]:
+        """Return a function that ends an operation of a group, and adds its entry; local.
+
+        Args:
+            record: The rank's record.
+            group: Key of the group.
+        """
+        words, now, take, current, keep = (
+            memoryview(record).cast("q"),
+            time.monotonic_ns,
+            self._take,
+            self._current,
+            self._keep,
+        )
+        last_row, shift = CHUNK_ENTRIES - 1, CHUNK_ENTRIES.bit_length() - 1
+
+        def leave(at: int) -> None:
+            words[at] = now()
+            index, begin = take(), 8 * at - 8
+            chunk, memory, out = current[0]
+            if index >> shift != chunk:
+                keep(index, record[begin : begin + OPERATION_BYTES], group)
                 return
-        at = row * OPERATION_BYTES
-        view[at : at + OPERATION_BYTES] = entry
-        struct.pack_into("=q", view, at + _GROUP_AT, group)
+            row = index & last_row
+            to = row * OPERATION_BYTES
+            memory[to : to + OPERATION_BYTES] = record[begin : begin + OPERATION_BYTES]
+            out[row * _WORDS + _GROUP] = group
+
+        return leave
 
     def keep_group(self, log: GroupLog) -> None:
         """Add the entry of a group; local."""
         self._keep_span(describe("group", shape=log.members), 0, 0, log.key)
 
-    def _map(self, chunk: int) -> memoryview | None:
+    def _keep(self, index: int, entry: bytes, group: int) -> None:
+        """Write the entry of this index, of any chunk."""
+        chunk, row = divmod(index, CHUNK_ENTRIES)
+        memory = self._chunks.get(chunk) or self._map(chunk)
+        if memory is not None:
+            at = row * OPERATION_BYTES
+            memory[at : at + OPERATION_BYTES] = entry
+            struct.pack_into("=q", memory, at + 8 * _GROUP, group)
+
+    def _map(self, chunk: int) -> mmap.mmap | None:
         """Return the memory of a chunk, new or written over; None without room for it."""
         with self._lock:
             if chunk in self._chunks or not self._has_room:
@@ -92,15 +121,16 @@ class TraceFile:
             at = PAGE + chunk % MOST_CHUNKS * CHUNK_BYTES
             try:
                 os.posix_fallocate(self._file, at, CHUNK_BYTES)  # or a write would be a bus error on a full disk
-                self._chunks[chunk] = memoryview(mmap.mmap(self._file, CHUNK_BYTES, offset=at))
+                memory = self._chunks[chunk] = mmap.mmap(self._file, CHUNK_BYTES, offset=at)
             except OSError as error:
                 self._has_room = False
                 warnings.warn(f"the trace of this rank ends here: {error}", RuntimeWarning, stacklevel=3)
                 return None
             self._chunks.pop(chunk - 2, None)  # other threads may still write to the one before
+            self._current[:] = [(chunk, memory, memoryview(memory).cast("q"))]
             for log in list(self._groups):
                 self.keep_group(log)
-            return self._chunks[chunk]
+            return memory
 
     # ---- spans ------------------------------------------------------------------------------------------------
 
@@ -130,7 +160,8 @@ class TraceFile:
         self._keep_span(describe(name, label, nbytes=nbytes), began, time.monotonic_ns())
 
     def _keep_span(self, description: bytes, began: int, ended: int, group: int = SPAN) -> None:
-        self.keep(OPERATION.pack(1, ended, began, began, threading.get_ident(), group, 0, 0, description, 1), group)
+        entry = OPERATION.pack(1, ended, began, began, threading.get_ident(), group, 0, 0, description, 1)
+        self._keep(self._take(), entry, group)
 
     def close(self) -> None:
         """End the phase, and close the file; local."""

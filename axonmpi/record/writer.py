@@ -175,7 +175,7 @@ class GroupLog:
     """
 
     def __init__(self, record: OwnRecord, slot: int, at: int, members: tuple[int, int, int, int]) -> None:
-        self._words, self._at, self._memory = record.words, at, memoryview(record.memory)
+        self._words, self._at, self._memory = record.words, at, record.memory
         self.key, self.members = self._words[at], members
         self.enter, self._leave = _writers(record, slot, at + 1)
         self.leave = self._leave
@@ -221,16 +221,7 @@ class GroupLog:
 
     def trace(self, trace: TraceFile | None) -> None:
         """Copy finished operations into a trace from now on, or into none; local."""
-        if trace is None:
-            self.leave = self._leave
-            return
-        words, memory, keep, key, now = self._words, self._memory, trace.keep, self.key, time.monotonic_ns
-
-        def leave(at: int) -> None:
-            words[at] = now()
-            keep(memory[8 * at - 8 : 8 * at - 8 + OPERATION_BYTES], key)
-
-        self.leave = leave
+        self.leave = self._leave if trace is None else trace.leaver(self._memory, self.key)
 
 
 def _writers(record: OwnRecord, slot: int, counter: int) -> tuple[Callable[..., int], Callable[[int], None]]:

@@ -22,7 +22,10 @@ from jobs.job import command_parser
 from axonmpi.record.layout import OPERATION_ENTRY
 from axonmpi.record.trace_file import PAGE
 from axonmpi.testing.launcher import launch
+from axonmpi.tracing import merge
+from axonmpi.tracing.arrivals import waits_of
 from axonmpi.tracing.clocks import align
+from axonmpi.tracing.picture import draw
 from axonmpi.tracing.rank_trace import read_traces
 
 HERE = Path(__file__).resolve().parent
@@ -54,24 +57,28 @@ def faults(options: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 program = [str(HERE / "faulty_train.py"), name, *TRAIN, *flags, f"--out={folder}/run"]
                 result = launch(ranks, *program, f"--trace={folder}/trace", timeout=options.timeout)
-                failures += judged(name, expected, result.returncode, result.stdout + result.stderr, Path(folder))
+                printed = result.stdout + result.stderr
+                failures += judged(name, expected, result.returncode, printed, Path(folder), options.keep)
     if "node" in options.only:
         with tempfile.TemporaryDirectory() as folder, Nodes(3, "1gbit", own_cores=True) as nodes:
             nodes.set_rate(1, "100mbit")
-            program = ["-m", "axonmpi", "train", *TRAIN, f"--out={folder}/run", f"--trace={folder}/trace"]
+            flags = ("--global-batch=12", f"--out={folder}/run", f"--trace={folder}/trace")
+            program = ["-m", "axonmpi", "train", *TRAIN, *flags]
             printed = nodes.run([1, 1, 1], *program, timeout=options.timeout)
-            failures += judged("node", NODE_FAULT, 0, printed, Path(folder))
+            failures += judged("node", NODE_FAULT, 0, printed, Path(folder), options.keep)
     return int(failures > 0)
 
 
-def judged(name: str, expected: str, code: int, printed: str, folder: Path) -> bool:
-    """Print the first line of a run's summary; return True if it does not name the fault."""
+def judged(name: str, expected: str, code: int, printed: str, folder: Path, keep: Path | None) -> bool:
+    """Print the first line of a run's summary, and keep its picture; return True if it does not name the fault."""
     if code:
         print(printed)
         return True
-    from axonmpi.tracing import merge
-
     cause = merge(folder / "trace").cause
+    if keep is not None:
+        keep.mkdir(exist_ok=True)
+        traces, _ = align(read_traces(folder / "trace"))
+        draw(traces, waits_of(traces), keep / f"{name}.png")
     is_right = re.match(expected, cause) is not None
     print(f"{'right' if is_right else 'WRONG'}  {name}: {cause}", flush=True)
     return not is_right
@@ -141,6 +148,7 @@ def main() -> int:
         if call is faults:
             names = [*FAULTS, "node"]
             kind.add_argument("--only", nargs="+", choices=names, default=names, help="some of the faults")
+            kind.add_argument("--keep", type=Path, metavar="FOLDER", help="draw a picture of each there")
     options = parser.parse_args()
     result: int = options.call(options)
     return result
