@@ -158,7 +158,7 @@ def test_another_mode_or_row_on_one_rank_is_an_error_on_all(world: ax.World) -> 
     halo = 2 * world.rank - 1, 2 * world.rank + 3
     with pytest.raises(ax.CollectiveMismatchError, match=r"exchange_rows.* of circular"):
         ax.autograd.fetch(torch.ones(2, 3), *halo, mode="circular" if last else "replicate")
-    with pytest.raises(ax.CollectiveMismatchError, match=r"exchange_rows\(float32 \[\*, 4\]"):
+    with pytest.raises(ax.CollectiveMismatchError, match=r"exchange_rows\(float32 \[4\]"):
         ax.autograd.fetch(torch.ones(2, 4 if last else 3), *halo)
     with pytest.raises(ax.CollectiveMismatchError, match="float64"):
         ax.autograd.fetch(torch.ones(2, 3, dtype=torch.float64 if last else torch.float32), *halo)

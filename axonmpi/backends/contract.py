@@ -374,7 +374,7 @@ class Backend(Runner):
                 f"exchange_rows: by the plan expected {expected[0]} rows to show, outputs of {expected[1]} rows, "
                 f"and rows of one shape, got {sizes[0]} and {sizes[1]} rows, the first of shape {list(row)}"
             )
-        call = self._call("exchange_rows", dtype, (-1, *row), layout=((dtype, plan.numbers),), label=label)
+        call = self._call("exchange_rows", dtype, tuple(row), layout=((dtype, plan.numbers),), label=label)
         work: Work | None = self._run(async_op, call, self._exchange_rows, given, written, plan)
         return work
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..tracing import merge
 from ..tracing.arrivals import waits_of
 from ..tracing.clocks import align
+from ..tracing.merge import merge
 from ..tracing.picture import draw
 from ..tracing.rank_trace import read_traces
 from .arguments import file_to_write, parse_arguments

@@ -35,7 +35,7 @@ from ..launch.topology import Topology
 from ..launch.user_variables import trace_folder, waiting_limit
 from ..observe import watch
 from ..record import own_record, record_of_thread
-from ..tracing import Trace, checked_steps
+from ..tracing.trace import Trace, checked_steps
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup

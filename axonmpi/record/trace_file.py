@@ -22,15 +22,13 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .layout import OPERATION, OPERATION_BYTES, Phase, describe
 
-if TYPE_CHECKING:
-    from .writer import GroupLog
-
+Groups = list[tuple[int, tuple[int, int, int, int]]]
 FILE_NAME = "rank-{}.trace"
 PAGE = mmap.ALLOCATIONGRANULARITY
 CHUNK_ENTRIES = 4096
@@ -48,13 +46,13 @@ class TraceFile:
     Args:
         folder: Existing folder of the traces of all ranks.
         identity: Identity of the rank, at least its `rank`.
-        groups: The rank's groups.
+        groups: Returns the key of each of the rank's groups, with its rank, size, first rank and step.
 
     Raises:
         OSError: The file cannot be made.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], groups: Iterable[GroupLog]) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any], groups: Callable[[], Groups]) -> None:
         self._file = os.open(
             folder / FILE_NAME.format(identity["rank"]), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
         )
@@ -100,9 +98,10 @@ class TraceFile:
 
         return leave
 
-    def keep_group(self, log: GroupLog) -> None:
-        """Add the entry of a group; local."""
-        self._keep_span(describe("group", shape=log.members), 0, 0, log.key)
+    def keep_groups(self) -> None:
+        """Add the entries of all groups; local."""
+        for key, members in self._groups():
+            self._keep_span(describe("group", shape=members), 0, 0, key)
 
     def _keep(self, index: int, entry: bytes, group: int) -> None:
         """Write the entry of this index, of any chunk."""
@@ -128,8 +127,7 @@ class TraceFile:
                 return None
             self._chunks.pop(chunk - 2, None)  # other threads may still write to the one before
             self._current[:] = [(chunk, memory, memoryview(memory).cast("q"))]
-            for log in list(self._groups):
-                self.keep_group(log)
+            self.keep_groups()
             return memory
 
     # ---- spans ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from .layout import (
     VERSION,
     Header,
 )
-from .trace_file import TraceFile
+from .trace_file import Groups, TraceFile
 
 _LEFT = 1
 """Index of the word `left` in an entry. Writers know an entry by the position of this word, which they set last."""
@@ -74,7 +74,7 @@ class OwnRecord:
         Raises:
             OSError: The trace cannot be made.
         """
-        self.trace = TraceFile(folder, {**self.identity, **identity}, self._logs)
+        self.trace = TraceFile(folder, {**self.identity, **identity}, self._groups)
         for log in list(self._logs):
             log.trace(self.trace)
 
@@ -123,9 +123,12 @@ class OwnRecord:
     def _added(self, log: GroupLog) -> GroupLog:
         self._logs.add(log)
         if self.trace is not None:
-            self.trace.keep_group(log)
+            self.trace.keep_groups()
             log.trace(self.trace)
         return log
+
+    def _groups(self) -> Groups:
+        return [(log.key, log.members) for log in list(self._logs)]
 
     @property
     def latest(self) -> int:

@@ -1,4 +1,4 @@
-"""Traces: where the time of each rank goes, on one clock for all nodes.
+"""Traces: the time of each rank in computation, waiting and moving, on one clock for all nodes.
 
 `trace.py` begins and ends a trace: each rank then keeps its operations and phases in a file
 (`record/trace_file.py`). The other files read those of all ranks: `rank_trace.py` one of them, `clocks.py` aligns
@@ -7,8 +7,7 @@ and `merge.py` writes one file for Perfetto. Read `trace.py` and `summary.py` fi
 and packages below.
 """
 
-from .merge import merge
-from .summary import Summary, summarise
-from .trace import Trace, checked_steps
+from .summary import Summary
+from .trace import Trace
 
-__all__ = ["Summary", "Trace", "checked_steps", "merge", "summarise"]
+__all__ = ["Summary", "Trace"]

@@ -1,4 +1,4 @@
-"""A trace as a picture: for each rank what its main thread does, and in what it waits."""
+"""A trace as a picture: for each rank the phases of its main thread, and the operations in which it waits."""
 
 from __future__ import annotations
 

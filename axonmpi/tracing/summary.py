@@ -1,6 +1,6 @@
-"""A trace in words and figures: where each rank's time goes, and the rank or node that the others wait for.
+"""A trace in words and figures: the time of each rank, and the rank or node that the others wait for.
 
-A rank's time is what its main thread does: computing, loading data, saving, waiting for other ranks, moving data.
+A rank's time is that of its main thread: computing, loading data, saving, waiting for other ranks, moving data.
 As ranks meet in each step, all wait for the one that spends most more than the others in one of these.
 """
 
@@ -71,7 +71,7 @@ class Summary:
     Attributes:
         seconds: Time that the traces of all ranks cover.
         ranks: Figures of each rank.
-        cause: The sentence that names what the time is lost to, and where.
+        cause: The sentence that names the largest loss of time, and its rank or node.
         operations: Name and size, calls on a rank, seconds of waiting and of moving: most time first.
         clocks: The clock of each node but the lowest.
         links: Bytes a second from each node to the next; empty on one node.

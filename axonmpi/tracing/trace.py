@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from ..backends import Backend, all_gather_number, all_gather_object, broadcast_object
 from ..launch.topology import Topology
-from ..record import describe, own_record
+from ..record import Phase, describe, own_record, phase
 from ..record.trace_file import FILE_NAME
 from ..utils.arguments import check_flags, integer
 from ..utils.text import name_ranks
@@ -24,7 +25,9 @@ from .summary import LINK, Summary
 
 _MOST_MESSAGES, _QUICK, _SPREAD = 1024, 32, 1.2
 """Messages there and back that align the clock of a node: until so many took at most that much of the best."""
-_LINK_BYTES = 1 << 20
+_PHASES = {each.name.lower(): each for each in Phase if each not in (Phase.OTHER, Phase.ENDING)}
+_LINK_BYTES, _LINK_MESSAGES = 1 << 18, 8
+"""Messages from each node to the next, besides a first one, whose time shows the bandwidth."""
 _TAG = 32767
 
 
@@ -69,7 +72,7 @@ class Trace:
             self.stop()
 
     def step(self) -> None:
-        """Say that a step has ended; collective where the trace begins or ends, else local."""
+        """Say that a step has ended; collective if the trace begins or ends, else local."""
         self._step += 1
         if self._steps is None:
             return
@@ -77,6 +80,19 @@ class Trace:
             self.end()
         elif not self._runs and self._step in self._steps:
             self.begin()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which this rank is in a phase, for parts of a program that no wrapper sees; local.
+
+        Args:
+            name: `"data"`, `"forward"`, `"backward"`, `"optimizer"` or `"checkpoint"`.
+
+        Raises:
+            ValueError: There is no such phase.
+        """
+        if name not in _PHASES:
+            raise ValueError(f"name: expected one of {', '.join(map(repr, _PHASES))}, got {name!r}")
+        return phase(_PHASES[name])
 
     def begin(self) -> None:
         """Begin to trace; collective.
@@ -144,18 +160,28 @@ class Trace:
         if topology.num_nodes == 1:
             return
         leaders = np.flatnonzero(all_gather_number(backend, topology.local_rank) == 0).tolist()
-        if topology.local_rank == 0:
-            own = leaders.index(backend.rank)
+        is_leader, own = topology.local_rank == 0, topology.node_rank
+        if is_leader:
             for other in leaders[1:] if own == 0 else [backend.rank]:
                 self._exchange(leaders[0], other)
             self._measured += 1
-            after, before = leaders[(own + 1) % len(leaders)], leaders[own - 1]
-            sent = backend.isend(torch.zeros(_LINK_BYTES, dtype=torch.uint8), after, _TAG)
-            received = torch.empty(_LINK_BYTES, dtype=torch.uint8)
-            with backend.notes.noted(describe(LINK.decode(), peer=before, nbytes=_LINK_BYTES), 0):
-                backend.irecv(received, before, _TAG).wait()
-            sent.wait()
         backend.barrier()
+        if is_leader:
+            self._stream(leaders[(own + 1) % len(leaders)], leaders[own - 1])
+        backend.barrier()
+
+    def _stream(self, after: int, before: int) -> None:
+        """Send messages to one rank and receive them from another one; collective over the first ranks of nodes."""
+        backend, data = self._backend, torch.zeros(_LINK_MESSAGES + 1, _LINK_BYTES, dtype=torch.uint8)
+        received = torch.empty_like(data)
+        sent = [backend.isend(each, after, _TAG) for each in data]
+        first, *others = [backend.irecv(each, before, _TAG) for each in received]
+        first.wait()  # both sides are there now
+        with backend.notes.noted(describe(LINK.decode(), peer=before, nbytes=_LINK_MESSAGES * _LINK_BYTES), 0):
+            for work in others:
+                work.wait()
+        for work in sent:
+            work.wait()
 
     def _exchange(self, first: int, other: int) -> None:
         """Send messages there and back between two ranks until many are quick; collective over the two."""

@@ -9,7 +9,7 @@ from helpers.limits import limit
 from axonmpi.cli import main
 from axonmpi.record import Phase, describe, private_record, trace_file
 from axonmpi.testing.launcher import launch
-from axonmpi.tracing import merge
+from axonmpi.tracing.merge import merge
 from axonmpi.tracing.rank_trace import read_traces
 
 IDENTITY = {"trace": "a", "rank": 0, "size": 1, "node": 0, "wall_clock": 0}

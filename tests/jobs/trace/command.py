@@ -22,9 +22,9 @@ from jobs.job import command_parser
 from axonmpi.record.layout import OPERATION_ENTRY
 from axonmpi.record.trace_file import PAGE
 from axonmpi.testing.launcher import launch
-from axonmpi.tracing import merge
 from axonmpi.tracing.arrivals import waits_of
 from axonmpi.tracing.clocks import align
+from axonmpi.tracing.merge import merge
 from axonmpi.tracing.picture import draw
 from axonmpi.tracing.rank_trace import read_traces
 
