@@ -98,9 +98,14 @@ class Trace:
         """Begin to trace; collective.
 
         Raises:
+            RuntimeError: The rank is traced already.
             OSError: A rank cannot write to the folder, or does not see the files of rank 0; on all ranks.
         """
         backend, folder = self._backend, self.folder
+        if own_record().trace is not None:
+            raise RuntimeError(
+                "this rank is traced already, by AXONMPI_TRACE or another trace: end that one before"
+            )
         job: str = broadcast_object(backend, secrets.token_hex(8))
         self._on_all(_prepare, folder if backend.rank == 0 else None)
         identity = {
@@ -113,10 +118,10 @@ class Trace:
         }
         self._on_all(own_record().begin_trace, folder, identity)
         self._runs = True
-        self._on_all(_check_visible, folder)
-        self._measure_network()
         if self._profiler is not None:
             self._profiler.start()
+        self._on_all(_check_visible, folder)
+        self._measure_network()
 
     def end(self) -> None:
         """End the trace and write the merged file, on rank 0; collective.
@@ -124,9 +129,6 @@ class Trace:
         Raises:
             OSError: Rank 0 cannot write the file; on all ranks.
         """
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self.folder / PROFILE_NAME.format(self._backend.rank)))
         self._measure_network()
         self.stop()
         self._backend.barrier()
@@ -137,6 +139,9 @@ class Trace:
         if self._runs:
             self._runs = False
             own_record().end_trace()
+            if self._profiler is not None:
+                self._profiler.stop()
+                self._profiler.export_chrome_trace(str(self.folder / PROFILE_NAME.format(self._backend.rank)))
 
     def _merge(self, folder: Path) -> None:
         self.summary = merge(folder)

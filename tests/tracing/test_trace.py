@@ -207,6 +207,15 @@ def _apart(world: ax.World, folder: Path) -> Any:
 
 
 @pytest.mark.ranks(2)
+def test_a_second_trace_is_refused_and_one_after_the_other_is_not(world: ax.World, shared_tmp_path: Path) -> None:
+    with ax.trace(shared_tmp_path), pytest.raises(RuntimeError, match="traced already"), ax.trace(shared_tmp_path):
+        pytest.fail("not reached")
+    with ax.trace(shared_tmp_path) as trace:
+        world.barrier()
+    assert (trace.summary is not None) == world.is_main
+
+
+@pytest.mark.ranks(2)
 def test_an_error_ends_the_trace_of_its_rank_alone(world: ax.World, shared_tmp_path: Path) -> None:
     with pytest.raises(KeyError) if world.is_main else nullcontext(), ax.trace(shared_tmp_path / "trace") as trace:
         ax.all_reduce(torch.ones(1))
