@@ -183,7 +183,8 @@ def _operations(traces: Sequence[RankTrace], waits: Sequence[Waits]) -> list[tup
         waited = np.bincount(index, own.nanoseconds, len(kinds)) / 1e9
         moved = np.bincount(index, took - own.nanoseconds, len(kinds)) / 1e9
         for kind, *figures in zip(kinds, calls.tolist(), waited.tolist(), moved.tolist(), strict=True):
-            name = f"{kind['name'].decode()} of {_size(int(kind['nbytes']))}"
+            nbytes = int(kind["nbytes"])
+            name = kind["name"].decode() + (f" of {_size(nbytes)}" if nbytes else "")
             found.setdefault(name, []).append(tuple(figures))
     rows = [
         (name, *(sum(column) / len(each) for column in zip(*each, strict=True))) for name, each in found.items()
