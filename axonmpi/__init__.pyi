@@ -55,6 +55,7 @@ from .comm import (
     symmetric_empty,
     sync_gradient,
     sync_gradients,
+    trace,
     world_size,
 )
 from .data import DistributedSampler, main_process_first, node_shared
@@ -203,5 +204,6 @@ __all__ = [
     "tensor_parallel_attention",
     "tensor_parallelize",
     "testing",
+    "trace",
     "world_size",
 ]

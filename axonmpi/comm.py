@@ -8,6 +8,7 @@ at the method of `Backend` that a docstring names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from .errors import CommunicatorError
 from .groups.process_group import ProcessGroup
 from .groups.world import World, chosen_group, current_world, get_world
+from .tracing import Trace
 from .types import ReduceOp, Seconds, Work
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ __all__ = [
     "symmetric_empty",
     "sync_gradient",
     "sync_gradients",
+    "trace",
     "world_size",
 ]
 
@@ -105,6 +108,11 @@ def init_process_group(
             "init_process_group(), or make further groups with world.new_group(ranks)"
         )
     return World.init(backend, init_method, timeout=timeout, num_threads=num_threads, comm=comm)
+
+
+def trace(folder: str | Path, *, steps: int | range | None = None, profiler: bool = False) -> Trace:
+    """Return a context that records where the time of all ranks goes; see `World.trace`."""
+    return get_world().trace(folder, steps=steps, profiler=profiler)
 
 
 def is_initialized() -> bool:

@@ -20,6 +20,7 @@ ORDER = (
     ("launch",),
     ("observe",),
     ("backends",),
+    ("tracing",),
     ("groups",),
     ("across_ranks",),
     ("comm", "autograd", "mesh"),

@@ -44,7 +44,7 @@ from .counters import WORDS_PER_COUNTER, NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, reduce_in_rank_order, wide_dtype
-from .runner import Runner
+from .runner import Runner, bytes_of
 from .tuning import MAX_CALLS
 from .worker import Worker
 
@@ -653,6 +653,8 @@ class Backend(Runner):
             return self._execute(call, move, call, *args)
         log = self.notes
         note = log.enter(call.description)
+        if call.is_free:
+            log.set_bytes(note, bytes_of(args[0]))
         try:
             result = move(call, *args)
         except BaseException as error:

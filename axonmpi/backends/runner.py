@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -103,6 +103,8 @@ class Runner(ABC):
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
         note = self.notes.enter(call.description)
+        if call.is_free:
+            self.notes.set_bytes(note, bytes_of(args[0]))
         number = self.notes.count
         self.notes.queue(note)
         args = tuple(map(_without_history, args))
@@ -198,6 +200,13 @@ class Runner(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Release the communicator and its memory; collective."""
+
+
+def bytes_of(argument: Tensor | Sequence[Tensor] | None) -> int:
+    """Return the bytes of a tensor, or of several; local."""
+    if isinstance(argument, Tensor):
+        return argument.nbytes
+    return sum(each.nbytes for each in argument or ())
 
 
 def _without_history(argument: Any) -> Any:

@@ -53,6 +53,10 @@ _COMMANDS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
         "say who waits for whom in a job that runs or hangs",
         lambda: import_module("axonmpi.cli.why"),
     ),
+    "trace": (
+        "say where the time of all ranks went, from a trace",
+        lambda: import_module("axonmpi.cli.trace"),
+    ),
     "top": (
         "show where the ranks of a job are, live",
         lambda: import_module("axonmpi.cli.top"),

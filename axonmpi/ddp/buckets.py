@@ -10,6 +10,7 @@ strides of their parameters, so that an optimizer finds both in one layout.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ..across_ranks.model_checks import gradient_strides
 from ..backends import by_kind
 from ..groups.process_group import ProcessGroup
+from ..record import own_record
 from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros
 from ..utils.partition import bucket_by_size
@@ -99,6 +101,7 @@ class Bucket:
     def launch(self) -> None:
         """Begin to average the gradients over the ranks; collective."""
         self.launched = True
+        self._launched_at = time.monotonic_ns()
         if self.wire is not self.flat:
             self.wire.copy_(self.flat)
         self._work = self._group.all_reduce(self.wire, ReduceOp.AVERAGE, self._async_op)
@@ -107,6 +110,8 @@ class Bucket:
         """Wait for the reduction, if one is under way; local."""
         if self._work is not None:
             self._work.wait(self._group.backend.timeout)
+        if self.launched and (trace := own_record().trace) is not None:
+            trace.span("bucket", self._launched_at, f"{len(self.parameters)} grads", self.wire.nbytes)
 
     def unpack(self, used: Sequence[bool], scale: float) -> None:
         """Write the averages into the gradients of the parameters that any rank uses; local.

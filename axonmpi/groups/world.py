@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends import (
@@ -28,10 +29,13 @@ from ..backends import (
     check_ranks,
 )
 from ..errors import CommunicatorError
+from ..launch import exit as exits
 from ..launch import start as runtime
 from ..launch.topology import Topology
-from ..launch.user_variables import waiting_limit
+from ..launch.user_variables import trace_folder, waiting_limit
 from ..observe import watch
+from ..record import own_record, record_of_thread
+from ..tracing.trace import Trace, checked_steps
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
@@ -69,6 +73,7 @@ class World:
         self.num_nodes = topology.num_nodes
         self.device = backend.place
         self.peers: tuple[World, ...] = ()
+        self._topology = topology
         self._groups: list[ProcessGroup | World] = []
 
     @classmethod
@@ -121,6 +126,7 @@ class World:
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
             gpus = None if backend == "mpi" else NcclBackend.for_world(own, started.topology)
             world = cls(gpus or own, started.topology)
+            world._trace_from_environment()
         if current_world() is None:
             set_process_world(world)
         return world
@@ -148,6 +154,33 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks of the world; collective."""
         self.default_group.barrier()
+
+    def trace(self, folder: str | Path, *, steps: int | range | None = None, profiler: bool = False) -> Trace:
+        """Return a context that records where the time of all ranks goes; its begin and end are collective.
+
+        Each rank keeps its operations and phases in `folder/rank-N.trace`, 160 bytes each, of which the latest
+        409,600 stay; a job that is killed leaves these files. At the end rank 0 writes `folder/trace.json` for
+        Perfetto (ui.perfetto.dev). `axonmpi trace FOLDER` prints a summary; see docs/trace.md.
+
+        Args:
+            folder: Folder on a file system of all nodes, the same on all ranks; an earlier trace in it is removed.
+            steps: Steps to trace, counted from 0 by the trace's `step()`, a number or a range without gaps; None
+                traces the whole block.
+            profiler: True to add the events of torch's profiler.
+
+        Raises:
+            OSError: A rank cannot write to the folder, or does not see rank 0's file; on all ranks, at the begin.
+            ValueError: `steps` is empty, or has gaps.
+            TypeError: An argument has another type.
+        """
+        return Trace(self.default_group.backend, self._topology, Path(folder), checked_steps(steps), profiler)
+
+    def _trace_from_environment(self) -> None:
+        """Trace the job to its end if `AXONMPI_TRACE` is set; collective the first time."""
+        folder = trace_folder()
+        if folder is not None and own_record().trace is None:
+            self.trace(folder).begin()
+            exits.before_finalize(own_record().end_trace)
 
     def new_group(self, ranks: Iterable[int]) -> ProcessGroup:
         """Make a group of some of the world's ranks, numbered in the order given; collective over the world.
@@ -215,8 +248,10 @@ class World:
         """Make this world the calling thread's default within a `with` block; local."""
         before = getattr(_thread, "world", None)
         _thread.world = self
+        backend = self.default_group.backend.control
         try:
-            yield self
+            with record_of_thread(backend.record if isinstance(backend, MockBackend) else None):
+                yield self
         finally:
             _thread.world = before
 

@@ -121,6 +121,12 @@ def dump_folder() -> Path | None:
     return Path(setting).absolute() if setting else None
 
 
+def trace_folder() -> Path | None:
+    """Return the folder for the trace of the whole job, None for no trace: `AXONMPI_TRACE`; local."""
+    setting = os.environ.get("AXONMPI_TRACE", "")
+    return Path(setting).absolute() if setting else None
+
+
 def gpu_variables() -> str:
     """Return the variables that select this process's GPUs, as `NAME=value, NAME=value`; local."""
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_LOCALID", "SLURM_STEP_GPUS")

@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,24 +36,51 @@ _NAME = re.compile(r"[0-9a-f]{8}-(\d+|node)(\.\w+)?")
 """Names of records and of files beside them. Other files are left alone."""
 
 _own: OwnRecord | None = None
+_of_thread = threading.local()
+"""The record of a mock rank, on its thread."""
 
 
 # ---- this rank's record -----------------------------------------------------------------------------------------
 
 
 def own_record() -> OwnRecord:
-    """Return this process's record; local."""
+    """Return the record of this process, or of the mock rank whose thread this is; local."""
     global _own
+    found: OwnRecord | None = getattr(_of_thread, "record", None)
+    if found is not None:
+        return found
     if _own is None:
-        _own = OwnRecord(mmap.mmap(-1, RECORD_BYTES))
+        _own = private_record()
     return _own
 
 
-def enter_phase(phase: Phase) -> Phase:
-    """Set the phase of this rank's program and return the phase before; local, fast."""
-    words = own_record().words
-    before = words[Header.PHASE]
-    words[Header.PHASE] = phase
+def private_record() -> OwnRecord:
+    """Make a record that other processes cannot read; local."""
+    return OwnRecord(mmap.mmap(-1, RECORD_BYTES))
+
+
+@contextlib.contextmanager
+def record_of_thread(record: OwnRecord | None) -> Iterator[None]:
+    """Make a mock rank's record that of this thread for a `with` block; None is the process's; local."""
+    before, _of_thread.record = getattr(_of_thread, "record", None), record
+    try:
+        yield
+    finally:
+        _of_thread.record = before
+
+
+def enter_phase(phase: Phase, label: object = "") -> Phase:
+    """Set the phase of this rank's program and return the phase before; local, fast.
+
+    Args:
+        phase: The phase that begins.
+        label: Shown beside the phase in a trace.
+    """
+    record = own_record()
+    before = record.words[Header.PHASE]
+    record.words[Header.PHASE] = phase
+    if record.trace is not None:
+        record.trace.enter_phase(phase, str(label))
     return Phase(before)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from .layout import (
     CLOSED,
@@ -27,10 +28,11 @@ from .layout import (
     VERSION,
     Header,
 )
+from .trace_file import Groups, TraceFile
 
 _LEFT = 1
 """Index of the word `left` in an entry. Writers know an entry by the position of this word, which they set last."""
-_STARTED, _THREAD, _FAILED = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT
+_STARTED, _THREAD, _FAILED, _BYTES = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT, 14 - _LEFT
 _WORDS = OPERATION_BYTES // 8
 _FIRST_WORD = OPERATIONS_AT // 8
 _NO_GROUP = -1
@@ -49,6 +51,7 @@ class OwnRecord:
         path: The file, or None.
         identity: Identity of the rank, empty before `sign`.
         words: The memory as 64-bit words.
+        trace: The rank's trace; None if it is not traced.
     """
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
@@ -57,7 +60,31 @@ class OwnRecord:
         self.memory = memory
         self.words = memoryview(memory).cast("q")
         self.take_number = itertools.count(1).__next__
+        self.trace: TraceFile | None = None
         self._next_group = itertools.count()
+        self._logs: WeakSet[GroupLog] = WeakSet()
+
+    def begin_trace(self, folder: Path, identity: dict[str, Any]) -> None:
+        """Copy the operations of all groups into a trace from now on; local.
+
+        Args:
+            folder: Existing folder of the traces of all ranks.
+            identity: Further fields of the identity, at least `rank`.
+
+        Raises:
+            OSError: The trace cannot be made.
+        """
+        self.trace = TraceFile(folder, {**self.identity, **identity}, self._groups)
+        for log in list(self._logs):
+            log.trace(self.trace)
+
+    def end_trace(self) -> None:
+        """Complete the trace, if there is one; local."""
+        trace, self.trace = self.trace, None
+        for log in list(self._logs):
+            log.trace(None)
+        if trace is not None:
+            trace.close()
 
     def sign(self, identity: dict[str, Any]) -> None:
         """Write the identity of the rank, which makes the record readable; local, once."""
@@ -90,8 +117,18 @@ class OwnRecord:
                 entry = struct.pack("=7q", 0, rank, size, first, step, gives_up, False)
                 self.words[at + 1 : at + 8] = memoryview(entry).cast("q")
                 self.words[at] = key
-                return GroupLog(self, slot, at)
-        return GroupLog(self, _NO_GROUP, _UNREAD)
+                return self._added(GroupLog(self, slot, at, (rank, size, first, step)))
+        return GroupLog(self, _NO_GROUP, _UNREAD, (rank, size, first, step))
+
+    def _added(self, log: GroupLog) -> GroupLog:
+        self._logs.add(log)
+        if self.trace is not None:
+            self.trace.keep_groups()
+            log.trace(self.trace)
+        return log
+
+    def _groups(self) -> Groups:
+        return [(log.key, log.members) for log in list(self._logs)]
 
     @property
     def latest(self) -> int:
@@ -132,16 +169,19 @@ class GroupLog:
 
     Attributes:
         key: The group's key.
+        members: This rank's number in the group, its size, the world rank of its rank 0, and the distance between
+            the world ranks of consecutive ranks.
         enter: Adds an operation of the calling thread and returns the position of its entry; local.
             `enter(description)` is the group's next collective; `enter(description, number)` is another operation,
             which belongs to the collective of this number, or to none if it is 0.
         leave: Marks the operation at a position as finished; local.
     """
 
-    def __init__(self, record: OwnRecord, slot: int, at: int) -> None:
-        self._words, self._at = record.words, at
-        self.key = self._words[at]
-        self.enter, self.leave = _writers(record, slot, at + 1)
+    def __init__(self, record: OwnRecord, slot: int, at: int, members: tuple[int, int, int, int]) -> None:
+        self._words, self._at, self._memory = record.words, at, record.memory
+        self.key, self.members = self._words[at], members
+        self.enter, self._leave = _writers(record, slot, at + 1)
+        self.leave = self._leave
 
     @property
     def count(self) -> int:
@@ -152,6 +192,10 @@ class GroupLog:
         """Mark an operation as finished with an error; local."""
         self._words[at + _FAILED] = 1
         self.leave(at)
+
+    def set_bytes(self, at: int, nbytes: int) -> None:
+        """Set the bytes of this rank's tensors, for calls whose description lacks them; local."""
+        self._words[at + _BYTES] = nbytes
 
     def queue(self, at: int) -> None:
         """Mark an operation as queued for another thread; local."""
@@ -177,6 +221,10 @@ class GroupLog:
     def close(self) -> None:
         """Mark the group as closed; local."""
         self._words[self._at + CLOSED] = 1
+
+    def trace(self, trace: TraceFile | None) -> None:
+        """Copy finished operations into a trace from now on, or into none; local."""
+        self.leave = self._leave if trace is None else trace.leaver(self._memory, self.key)
 
 
 def _writers(record: OwnRecord, slot: int, counter: int) -> tuple[Callable[..., int], Callable[[int], None]]:
@@ -226,6 +274,9 @@ class NoLog:
         """Do nothing."""
 
     fail = queue = start = leave
+
+    def set_bytes(self, at: int, nbytes: int) -> None:
+        """Do nothing."""
 
     def noted(self, description: bytes, number: int = 0) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""

@@ -128,6 +128,8 @@ class RunConfig(Settings):
         temperature: Randomness of that text: 0 takes the likeliest byte each time.
         prompt: Beginning of that text.
         progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws on a terminal.
+        trace: Folder for a trace of the run, which axonmpi trace and Perfetto show; with pipelines it has the times
+            of the last step for axonmpi chart as well.
         plot: Draw the loss curve at the end, and with trace the times of the pipeline.
     """
 
@@ -148,6 +150,7 @@ class RunConfig(Settings):
     temperature: NotNegative = 0.7
     prompt: str = "def "
     progress: Literal["auto", "live", "plain", "off"] = "auto"
+    trace: Path | None = None
     plot: bool = True
 
     @property
@@ -176,14 +179,12 @@ class PipelineConfig(Settings):
         micro_batches: Micro-batches of a batch; 0 means 4 for each rank of a pipeline, if there are sequences
             enough.
         chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, if there are blocks enough, and else 1.
-        trace: File for the times of the last step, which Perfetto and axonmpi chart open.
     """
 
     pp: Positive = 1
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
     micro_batches: Count = 0
     chunks: Count = 0
-    trace: Path | None = None
 
     @property
     def is_wanted(self) -> bool:

@@ -23,7 +23,7 @@ from ..mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
 from ..pipeline.schedule.simulator import measured_costs
-from ..pipeline.schedule.trace import last_step, read_trace
+from ..pipeline.schedule.trace import TIMES_NAME, last_step, read_trace
 from ..utils.device import Device
 from ..utils.text import counted
 from .batches import IGNORED, Batch
@@ -112,14 +112,14 @@ class PipelinedModel(ParallelModel):
         return logits
 
     @contextmanager
-    def traced(self, path: Path) -> Iterator[None]:
-        """Write a trace of the computations of the first pipeline's ranks in the block; collective over them."""
+    def traced(self, folder: Path) -> Iterator[None]:
+        """Write the times of the first pipeline's ranks in the block into a folder; collective over them."""
         if self._mesh.rank("dp", "tp"):
             yield
             return
         self._pipeline.record_times()
         yield
-        self._pipeline.write_trace(path)
+        self._pipeline.write_trace(folder / TIMES_NAME)
         self._pipeline.record_times(False)
 
     def timelines(self, path: Path) -> tuple[Timeline, Timeline]:

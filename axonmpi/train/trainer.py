@@ -24,6 +24,7 @@ from ..across_ranks.comparison import same_on_all_ranks
 from ..checkpoint.preemption import PreemptionGuard
 from ..groups.world import World
 from ..mesh import DeviceMesh
+from ..pipeline.schedule.trace import TIMES_NAME
 from ..record import Phase, own_record, phase
 from ..utils.device import Device, device_at
 from ..utils.text import counted
@@ -101,6 +102,7 @@ class Trainer:
         matrices = {name for name, p in full.named_parameters(remove_duplicate=False) if p.dim() >= 2}
         shard_layers(full, mesh.group("tp"), sequence_parallel=config.mesh.sequence_parallel)
         self._pipelined: PipelinedModel | None = None
+        self._trace = None if run.trace is None else world.trace(run.trace)
         self._parallel: ParallelModel
         if schedule is None:
             self._parallel = FullModel(full, config, mesh, self._device)
@@ -150,7 +152,8 @@ class Trainer:
                 recorder.note(f"going on after step {start.step}, from {start.path}")
             self._recorder, self._checkpoints = recorder, checkpoints
             self._begin = time.perf_counter() - start.seconds
-            stopped = self._train(0 if start.path is None else start.step + 1)
+            with self._trace or nullcontext():
+                stopped = self._train(0 if start.path is None else start.step + 1)
             seconds = self._seconds()
             sample = "" if stopped else self.sample()
             if self._group.rank == 0:
@@ -214,8 +217,8 @@ class Trainer:
             self._recorder.note(f"{problem}\ntraining goes on without it")
 
     def _traced(self) -> AbstractContextManager[None]:
-        """Write the trace file of the block, if the settings ask for one; collective."""
-        trace = self._config.pipeline.trace
+        """Keep the times of the pipeline's actions in the block, if the settings ask for a trace; collective."""
+        trace = self._config.run.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
     def _timed_step(self, step: int) -> bool:
@@ -335,9 +338,11 @@ class Trainer:
 
     def _finish(self, summary: Summary, recorder: Recorder) -> None:
         """Write and show the results; on rank 0."""
-        trace = self._config.pipeline.trace
-        if self._pipelined is not None and trace is not None and trace.exists():
-            recorder.add_pipeline(*self._pipelined.timelines(trace))
+        if self._trace is not None and self._trace.summary is not None:
+            recorder.note(f"{self._trace.summary.cause}\nsee: axonmpi trace {self._trace.folder}")
+            times = self._trace.folder / TIMES_NAME
+            if self._pipelined is not None and times.exists():
+                recorder.add_pipeline(*self._pipelined.timelines(times), times)
         recorder.finish(summary, self.steps, self.held_out)
 
 

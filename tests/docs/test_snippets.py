@@ -188,7 +188,7 @@ def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> Non
         if words[:2] == ["axonmpi", "train"]:
             config = train.parse([*words[2:], *QUICK])
             run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=limit(60))
-        elif words[:2] == ["axonmpi", "chart"]:
+        elif words[:2] in (["axonmpi", "chart"], ["axonmpi", "trace"]):
             assert cli.main(words[1:]) == 0
         elif words[:2] in (["axonmpi", "run"], ["python", "-m"]):  # these change the process
             module = ["-m", *words] if words[0] == "axonmpi" else words[1:]

@@ -112,9 +112,13 @@ class Nodes:
         self._inside(node, "ip", "addr", "add", f"{self._addresses[node]}/24", "dev", "eth0")
         self._inside(node, "ip", "link", "set", "eth0", "up")
         if self._rate:
-            limit = ("root", "tbf", "rate", self._rate, "burst", "256k", "latency", "50ms")
-            self._inside(node, "tc", "qdisc", "add", "dev", "eth0", *limit)
-            self._inside(switch, "tc", "qdisc", "add", "dev", end, *limit)
+            self.set_rate(node, self._rate)
+
+    def set_rate(self, node: int, rate: str) -> None:
+        """Give a node's cable another bandwidth in each direction, as `tc` takes it."""
+        limit = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms")
+        self._inside(node, "tc", "qdisc", "replace", "dev", "eth0", *limit)
+        self._inside(len(self._addresses), "tc", "qdisc", "replace", "dev", f"v{node + 1}", *limit)
 
     def _wait_for_link(self, node: int) -> None:
         """Wait until the node's end of the cable works, which it does not as soon as both are set up."""

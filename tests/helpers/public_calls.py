@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import axonmpi as ax
+from axonmpi.launch.topology import Topology
 from axonmpi.pipeline import make_schedule
 from axonmpi.utils.rows import Exchange
 from helpers import REPOSITORY
@@ -128,6 +129,7 @@ class Arguments:
             "MpiBackend": group.backend,
             "Pipeline": ax.Pipeline.from_modules(stages, group),
             "ProcessGroup": group,
+            "World": world,
         }
         self.keywords = {"CheckpointFolder.save": {"step": 1}}
         self.of: dict[str, tuple[Any, ...] | Callable[[], tuple[Any, ...]]] = {
@@ -161,6 +163,8 @@ class Arguments:
             "symmetric_empty": ((4,), torch.float32),
             "sync_gradient": (t,),
             "sync_gradients": ([t],),
+            "trace": (folder / "trace",),
+            "tracing.Trace": lambda: (group.backend, Topology.of([0] * ranks, own), folder / "trace"),
             "waiting": ("wait",),
             "world_size": (),
             "autograd.all_to_all": (t,),

@@ -50,7 +50,7 @@ def mock_start(monkeypatch):
         ("--lr 1e-4 --layers 2 --no-plot", {"lr": 1e-4, "layers": 2, "plot": False}),
         ("--data a.txt --positions learned", {"data": "a.txt", "positions": "learned"}),
         ("--pp=2 --schedule=zero-bubble --chunks=2", {"pp": 2, "schedule": "zero-bubble", "chunks": 2}),
-        ("--micro-batches=8 --trace=a/b.json", {"micro_batches": 8, "trace": "a/b.json"}),
+        ("--micro-batches=8 --trace=a/b", {"micro_batches": 8, "trace": "a/b"}),
         (
             "--dp=2 --tp=4 --sequence-parallel --fsdp=full",
             {"dp": 2, "tp": 4, "sequence_parallel": True, "fsdp": "full"},
@@ -182,7 +182,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_exit_code_and_a_message(
     ("arguments", "message"),
     [
         (["tran"], "unknown command 'tran': did you mean train"),
-        (["fly"], "expected one of train, run, bench, chart, checkpoint, doctor, why, top"),
+        (["fly"], "expected one of train, run, bench, chart, checkpoint, doctor, why, trace, top"),
         ([], "no command given"),
     ],
 )
@@ -280,13 +280,13 @@ def test_the_command_without_a_launcher(mock_start, monkeypatch, capsys, tmp_pat
 
 def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path):
     settings = [*SMALL, "--layers=2"]
-    layout = ["--pp=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
+    layout = ["--pp=2", "--schedule=zero-bubble", "--trace", tmp_path / "traced"]
     command = ["-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path]
     result = ax.testing.launch(2, *command, timeout=limit(60))
     assert (result.returncode, result.stderr) == (0, "")
     for text in ("a pipeline: zero bubble on 2 ranks", "on 2 ranks, "):  # by rank 0 only
         assert result.stdout.count(text) == 1
-    assert {"pipeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"pipeline.png", "traced"} <= {path.name for path in tmp_path.iterdir()}
     check_losses(tmp_path, settings)
 
 

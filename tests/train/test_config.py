@@ -128,7 +128,7 @@ def test_settings_that_fit_others():
 
 def test_a_pipeline_is_wanted_as_soon_as_one_of_its_settings_is_given():
     assert not Config().replace(pp=1, schedule="1f1b", steps=3).pipeline.is_wanted
-    for settings in ({"pp": 2}, {"schedule": "gpipe"}, {"micro_batches": 1}, {"chunks": 1}, {"trace": "file"}):
+    for settings in ({"pp": 2}, {"schedule": "gpipe"}, {"micro_batches": 1}, {"chunks": 1}):
         assert Config().replace(**settings).pipeline.is_wanted
 
 

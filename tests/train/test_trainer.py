@@ -82,9 +82,7 @@ def test_a_run_leaves_metrics_a_picture_a_sample_and_a_summary(world, tiny, shar
     trainer = Trainer(config, world)
     summary = trainer.run()
     assert (summary.ranks, summary.tokens) == (world.size, 5 * 8 * 16)
-    keeps_record = isinstance(world.default_group.backend.control, ax.MpiBackend)
-    assert 0 <= summary.communication <= 1
-    assert (summary.communication > 0) == keeps_record
+    assert 0 < summary.communication <= 1
     assert world.default_group.all_gather_object(summary) == [summary] * world.size
     folder = config.run.folder
     lines = metrics_in(folder)
@@ -110,7 +108,7 @@ def test_an_earlier_runs_files_are_replaced(tiny, tmp_path):
 
 @pytest.mark.parametrize(("wanted", "tp"), [(True, 1), (False, 2)])
 def test_the_last_step_is_traced_and_drawn(tiny, tmp_path, wanted, tp):
-    trace = tmp_path / "deep" / "trace.json"
+    trace = tmp_path / "deep" / "traced"
     settings = {"layers": 4, "steps": 2, "schedule": "zero-bubble", "accumulation": 2, "trace": str(trace)}
     config = tiny.replace(**settings, pp=2, tp=tp, plot=wanted, out=str(tmp_path))
     run_ranks(4, lambda world: Trainer(config, world).run())
@@ -123,13 +121,14 @@ def test_the_last_step_is_traced_and_drawn(tiny, tmp_path, wanted, tp):
 
 def test_rank_zero_shows_what_goes_on(tiny, tmp_path, capsys):
     config = tiny.replace(layers=5, steps=2, pp=2, micro_batches=3, progress="plain", sample_length=5)
-    config = config.replace(trace=str(tmp_path / "trace.json"), out=str(tmp_path))
+    config = config.replace(trace=str(tmp_path / "traced"), out=str(tmp_path))
     run_ranks(4, lambda world: Trainer(config, world).run())
     lines = capsys.readouterr().out.splitlines()
     ideal = "2 pipelines, each 1F1B on 2 ranks: bubble 25.0%, peak activations 2, 1"
     assert f"{ideal}; 3 micro-batches of 1 or 2 sequences" in lines
     for text in (
-        f"^last step: 1F1B on 2 ranks: bubble .*see {tmp_path / 'trace.json'}$",
+        f"^last step: 1F1B on 2 ranks: bubble .*see {tmp_path / 'traced' / 'pipeline.json'}$",
+        f"^see: axonmpi trace {tmp_path / 'traced'}$",
         "^step 2/2  loss ",
         "^held-out loss .*unigram entropy",
         "on 4 ranks.*tokens/s",
@@ -178,7 +177,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(world, tiny, tmp_path, share
     occupied.touch()
     for settings, message in (
         ({"out": str(occupied)}, r"--out .*file.*cannot write there"),
-        ({"pp": 2, "trace": str(occupied / "trace.json")}, r"--trace .*trace.json: cannot write there"),
+        ({"pp": 2, "trace": str(occupied / "traced")}, r"--trace .*traced: cannot write there"),
     ):
         compare.refused(ValueError, (Trainer(tiny.replace(layers=4, **settings), world).run, message))
     message = r"step \d+ is nan.*smaller lr \(now 1e\+30\)"

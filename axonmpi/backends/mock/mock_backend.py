@@ -111,6 +111,7 @@ class MockBackend(Backend):
     Attributes:
         log: The latest operations of this rank in this group, a list of `LoggedCall` that may be cleared.
         rendezvous: The meeting point of the group's ranks.
+        record: The rank's record.
     """
 
     name = "mock"
@@ -120,6 +121,8 @@ class MockBackend(Backend):
         worker = Worker(f"axonmpi-mock-rank{rendezvous.ranks[rank]}")
         super().__init__(rank, len(rendezvous.ranks), worker)
         self.rendezvous = rendezvous
+        self.record = rendezvous.world.records[rendezvous.ranks[rank]]
+        self.notes = self.record.join(rank, self.size, rendezvous.number, rendezvous.ranks[0])
         rendezvous.enter(rank, worker)
         self.log: list[LoggedCall] = []
         self._wait_limit = timeout

@@ -19,18 +19,20 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from ...record import OwnRecord, private_record
 from ...utils.text import name_ranks
 from ..worker import Worker
 
 
 class MockWorld:
-    """State of one mock world, common to its groups: a lock, the failed ranks and the rendezvous."""
+    """State of one mock world, common to its groups: a lock, the failed ranks, the rendezvous, and the records."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.changed = threading.Condition()
         self.failed: dict[int, BaseException] = {}
-        self.numbers = itertools.count()
+        self.numbers = itertools.count(1)
+        self.records: defaultdict[int, OwnRecord] = defaultdict(private_record)
         self._rendezvous: weakref.WeakValueDictionary[Any, Rendezvous] = weakref.WeakValueDictionary()
 
     def rendezvous(self, key: Any, ranks: tuple[int, ...]) -> Rendezvous:

@@ -97,7 +97,7 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures to FILE as well")
     jobs = ("axonmpi", "mpi") if benchmark.measure_mpi else ("axonmpi",)
     parser.add_argument("--here", nargs="?", choices=jobs, const="axonmpi", help=argparse.SUPPRESS)
-    parser.set_defaults(device="cpu", torch=benchmark.uses_torch)
+    parser.set_defaults(device="cpu", torch=benchmark.uses_torch, trace=None)
     for flag, arguments in benchmark.options.items():
         parser.add_argument(flag, **arguments)
 

@@ -29,7 +29,7 @@ from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...groups.world import World
 from ...utils.process_memory import PeakMemory, process_memory
 from .harness.benchmark import Benchmark, Figures
-from .harness.options import number
+from .harness.options import TRACE, number
 from .harness.table import BAR, Column, figure, gain, ratio, table_lines, text
 from .harness.timing import MILLISECONDS, interleave, release_memory
 from .harness.torch_groups import ON_AXONMPI, ON_GLOO, torch_fsdp, torch_groups
@@ -79,7 +79,12 @@ def _ddp_table(results: list[Figures]) -> str:
     return "\n".join([title, *table_lines(_DDP_COLUMNS, results)])
 
 
-DDP = Benchmark("step overhead of data parallelism, ours and torch's on gloo and on ours", _measure_ddp, _ddp_table)
+DDP = Benchmark(
+    "step overhead of data parallelism, ours and torch's on gloo and on ours",
+    _measure_ddp,
+    _ddp_table,
+    options={"--trace": TRACE},
+)
 
 
 # ---- fsdp -------------------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ FSDP = Benchmark(
     "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
     _measure_fsdp,
     fsdp_table,
-    options={"--batch": number("samples of a step on each rank", BATCH)},
+    options={"--batch": number("samples of a step on each rank", BATCH), "--trace": TRACE},
 )
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
 from .harness.benchmark import Benchmark, Figures, check_error, check_multiple, largest_error
-from .harness.options import choices, number
+from .harness.options import TRACE, choices, number
 from .harness.table import BAR, Column, figure, ratio, table_lines, text
 from .harness.timing import MILLISECONDS, interleave
 from .harness.torch_groups import ON_AXONMPI, ON_GLOO, torch_groups
@@ -178,5 +178,6 @@ PIPELINE = Benchmark(
             "dest": "microbatches",
             **number("micro-batches of a step, a multiple of the ranks", 8),
         },
+        "--trace": TRACE,
     },
 )

@@ -108,7 +108,7 @@ class Executor:
         with torch.set_grad_enabled(self._step.trains):
             for action in self._actions:
                 self._began = self._now()
-                enter_phase(_PHASES.get(action.kind, Phase.OTHER))
+                enter_phase(_PHASES.get(action.kind, Phase.OTHER), action)
                 perform[action.kind](action)
                 if self._times is not None:
                     self._times.append(Span(action, self._began, self._now()))

@@ -20,6 +20,8 @@ from typing import Any
 from .actions import Schedule, parse_action
 from .timeline import Span, Timeline
 
+TIMES_NAME = "pipeline.json"
+"""The file's name in the folder of a trace of a whole run."""
 _CATEGORY = "pipeline"
 _MICROSECONDS = 1e6
 
@@ -59,7 +61,7 @@ def _events(rank: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
 
 
 def read_trace(path: Path) -> Timeline:
-    """Read the actions that compute from a trace; local.
+    """Read the actions that compute from a trace, or from the folder of a trace of a whole run; local.
 
     Returns:
         Their times in seconds, the first one beginning at 0.
@@ -68,6 +70,7 @@ def read_trace(path: Path) -> Timeline:
         ValueError: The file is no trace of a pipeline.
         OSError: The file cannot be read.
     """
+    path = path / TIMES_NAME if path.is_dir() else path
     try:
         return _timeline(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -117,11 +117,10 @@ class Recorder:
         if self._writes:
             os.fsync(self._metrics.fileno())
 
-    def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
+    def add_pipeline(self, measured: Timeline, ideal: Timeline, trace: Path) -> None:
         """Draw and describe the times of a pipeline's step, beside the same step without waiting; on rank 0."""
         if self._config.run.plot:
             draw_chart(ideal, self._folder / "pipeline.png", measured)
-        trace = self._config.pipeline.trace
         self.note(f"last step: {describe(measured)}; without waiting for messages {ideal.bubble:.1%}; see {trace}")
 
     def finish(self, summary: Summary, steps: Sequence[StepMetrics], held_out: Sequence[HeldOutMetrics]) -> None:
@@ -152,19 +151,17 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
         earlier: The lines of metrics of the steps before, if the run goes on; on rank 0.
 
     Raises:
-        ValueError: Rank 0 cannot write to the folder or to the trace file, or a rank does not see the folder;
+        ValueError: Rank 0 cannot write to the folder or to that of the trace, or a rank does not see the folder;
             raised on every rank.
     """
-    trace, folder = config.pipeline.trace, config.run.folder
+    trace, folder = config.run.trace, config.run.folder
     recorder = None
     with raised_on_all(group.backend):
         if group.rank == 0 and config.run.plot and find_spec("matplotlib") is None:
             raise ValueError("--plot: matplotlib is not installed: pip install 'axonmpi[train]', or use --no-plot")
         if group.rank == 0 and trace is not None:  # at the end of the run it would be too late to find out
             with _writing(f"--trace {trace}"):
-                trace.parent.mkdir(parents=True, exist_ok=True)
-                trace.touch()
-                trace.unlink()
+                trace.mkdir(parents=True, exist_ok=True)
         if group.rank == 0:
             with _writing(f"--out {folder}"):
                 recorder = Recorder(config, earlier, writes=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ class Benchmark:
         backend = _torch_backend(world) if options.torch else ""
         if backend:
             start_torch(world, backend)
-        measured = self.measure(world, options)
+        traced = world.trace(options.trace / f"{world.size}-ranks") if options.trace else nullcontext()
+        with traced:
+            measured = self.measure(world, options)
 
         # Not after an error: to stop torch.distributed waits for the other ranks, which may wait for this one.
         # Not before the models of `measure` are gone: torch's DDP, freed later, would wait for a thread of gloo

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...arguments import file_to_write, positive
@@ -20,6 +21,12 @@ PICTURE = {
     "type": partial(file_to_write, endings=[".png"]),
     "help": "draw the figures into FILE.png",
     "metavar": "FILE.png",
+}
+
+TRACE = {
+    "type": Path,
+    "help": "trace the ranks into FOLDER/N-ranks, for axonmpi trace",
+    "metavar": "FOLDER",
 }
 
 
