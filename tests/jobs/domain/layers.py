@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -135,6 +136,9 @@ def windows(draw: Draw) -> Setting:
         options["ceil_mode"] = draw.chance(0.5)
         if kind == "max":
             options["dilation"] = dilation
+            with suppress(RuntimeError):  # of sizes that torch refuses
+                if of_torch(tensors[0], **options).isinf().any():  # torch's backward of a padding writes anywhere
+                    options |= {"dilation": 1, "ceil_mode": False}
         else:
             options["count_include_pad"] = draw.chance(0.5)
             if count > 1 and draw.chance(0.3):
