@@ -44,7 +44,7 @@ class Call:
         label: Owner of the tensors, such as a unit of a model; may be empty.
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
-        nbytes: Their size, 0 if a dimension is free, or the number of rows.
+        nbytes: Their size, 0 if a dimension is free; of rows that are exchanged, the size of one.
         is_free: True if a dimension is free, or the number of rows.
         description: Text for the rank's record.
     """
@@ -87,8 +87,9 @@ class Call:
         numel = prod(self.shape)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "numel", numel)
-        known = self.dtype is not None and -1 not in self.shape and self.operation != "exchange_rows"
-        object.__setattr__(self, "is_free", self.dtype is not None and not known)
+        known = self.dtype is not None and -1 not in self.shape
+        is_free = self.dtype is not None and (not known or self.operation == "exchange_rows")
+        object.__setattr__(self, "is_free", is_free)
         object.__setattr__(self, "nbytes", numel * self.dtype.itemsize if known else 0)
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         told = describe(self.operation, dtype, self.shape, self.op, self.root, nbytes=self.nbytes)
