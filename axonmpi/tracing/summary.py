@@ -228,10 +228,8 @@ def _cause(
     loss, sentence = max(found)
     if loss >= _SMALL * seconds:
         return sentence
-    shares = {kind: sum(each.busy[kind] for each in ranks) / len(ranks) / seconds for kind in _BUSY}
-    shares |= {
-        name: sum(getattr(each, name) for each in ranks) / len(ranks) / seconds for name in ("waiting", "moving")
-    }
+    times = [{**each.busy, "waiting": each.waiting, "moving": each.moving} for each in ranks]
+    shares = {kind: sum(each[kind] for each in times) / len(ranks) / seconds for kind in times[0]}
     return "no rank stands out: " + ", ".join(
         f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005
     )

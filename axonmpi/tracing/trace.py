@@ -18,7 +18,7 @@ from ..launch.topology import Topology
 from ..record import Phase, describe, own_record, phase
 from ..record.trace_file import FILE_NAME
 from ..utils.arguments import check_flags, integer
-from ..utils.text import name_ranks
+from ..utils.text import text_of_problems
 from .clocks import BACK, THERE
 from .merge import MERGED_NAME, PROFILE_NAME, merge
 from .rank_trace import trace_files
@@ -157,10 +157,9 @@ class Trace:
                 function(*args)
             except (OSError, ValueError) as error:
                 problem = str(error)
-        problems = {rank: text for rank, text in enumerate(all_gather_object(self._backend, problem)) if text}
-        if problems:
+        if text := text_of_problems(all_gather_object(self._backend, problem)):
             own_record().end_trace()
-            raise OSError(f"trace in {self.folder}: {name_ranks(problems)}: {next(iter(problems.values()))}")
+            raise OSError(f"trace in {self.folder}: {text}")
 
     def _measure_network(self) -> None:
         """Align the nodes' clocks, and measure the way from each node to the next, by messages; collective."""
