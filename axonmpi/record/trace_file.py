@@ -1,6 +1,6 @@
 """A file of all finished operations of a rank, of its phases and of other spans: the record, kept for longer.
 
-    page 0      the rank's identity, as JSON
+    head        64 KiB: the rank's identity, as JSON
     chunks      of 4,096 entries each, in the layout of the record's operations
 
 While a rank is traced, each operation that ends is copied here from the rank's record, and phases and other spans
@@ -30,7 +30,8 @@ from .layout import OPERATION, OPERATION_BYTES, Phase, describe
 
 Groups = list[tuple[int, tuple[int, int, int, int]]]
 FILE_NAME = "rank-{}.trace"
-PAGE = mmap.ALLOCATIONGRANULARITY
+PAGE = 1 << 16
+"""Bytes of the largest page of any machine, as another one may read the file."""
 CHUNK_ENTRIES = 4096
 CHUNK_BYTES = CHUNK_ENTRIES * OPERATION_BYTES
 MOST_CHUNKS = 100
@@ -123,6 +124,9 @@ class TraceFile:
                 memory = self._chunks[chunk] = mmap.mmap(self._file, CHUNK_BYTES, offset=at)
             except OSError as error:
                 self._has_room = False
+                if not self._current:
+                    os.close(self._file)
+                    raise
                 warnings.warn(f"the trace of this rank ends here: {error}", RuntimeWarning, stacklevel=3)
                 return None
             self._chunks.pop(chunk - 2, None)  # other threads may still write to the one before

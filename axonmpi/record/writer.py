@@ -74,17 +74,19 @@ class OwnRecord:
         Raises:
             OSError: The trace cannot be made.
         """
-        self.trace = TraceFile(folder, {**self.identity, **identity}, self._groups)
-        for log in list(self._logs):
-            log.trace(self.trace)
+        self._set_trace(TraceFile(folder, {**self.identity, **identity}, self._groups))
 
     def end_trace(self) -> None:
         """Complete the trace, if there is one; local."""
-        trace, self.trace = self.trace, None
-        for log in list(self._logs):
-            log.trace(None)
+        trace = self.trace
+        self._set_trace(None)
         if trace is not None:
             trace.close()
+
+    def _set_trace(self, trace: TraceFile | None) -> None:
+        self.trace = trace
+        for log in list(self._logs):
+            log.trace(trace)
 
     def sign(self, identity: dict[str, Any]) -> None:
         """Write the identity of the rank, which makes the record readable; local, once."""

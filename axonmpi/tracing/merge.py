@@ -135,4 +135,5 @@ def _profile(trace: RankTrace, path: Path, origin: int) -> Iterator[dict[str, An
     events = [each for each in profile["traceEvents"] if each.get("ph") == "X" and isinstance(each.get("tid"), int)]
     own = np.rint(np.array([each["ts"] for each in events]) * 1e3).astype(np.int64) + base
     for event, moment in zip(events, (own + trace.shifts(own) - origin).tolist(), strict=True):
-        yield {**event, "pid": trace.rank, "ts": moment / 1e3}
+        if moment >= 0:
+            yield {**event, "pid": trace.rank, "ts": moment / 1e3}

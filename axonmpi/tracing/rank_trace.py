@@ -87,6 +87,11 @@ class RankTrace:
         return replace(self, operations=operations, spans=spans, shifts=shifts)
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """Return the files of ranks in a folder; local."""
+    return [path for path in folder.glob("rank-*.trace") if re.fullmatch(r"rank-\d+\.trace", path.name)]
+
+
 def read_traces(folder: Path) -> list[RankTrace]:
     """Read the traces of the ranks of a job, in rank order; local.
 
@@ -97,7 +102,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
         FileNotFoundError: The folder has no trace.
         ValueError: A file is no trace of a rank, or belongs to another job than rank 0's.
     """
-    paths = [path for path in folder.glob("rank-*.trace") if re.fullmatch(r"rank-\d+\.trace", path.name)]
+    paths = trace_files(folder)
     if not paths:
         raise FileNotFoundError(
             f"{folder}: expected the files rank-0.trace, rank-1.trace, ... of a trace, found none"

@@ -118,10 +118,11 @@ def summarise(traces: Sequence[RankTrace], clocks: dict[int, Clock], waits: Sequ
         waits: Of each.
     """
     awaited = dict.fromkeys((trace.rank for trace in traces), 0)
-    for own, trace in zip(waits, traces, strict=True):
-        for rank in awaited:
-            awaited[rank] += int(own.nanoseconds[trace.on_main & (own.awaited == rank)].sum())
     begin, end = _covered(traces)
+    for own, trace in zip(waits, traces, strict=True):
+        inside = own.nanoseconds * _share_within(trace, begin, end)
+        for rank in awaited:
+            awaited[rank] += int(inside[trace.on_main & (own.awaited == rank)].sum())
     ranks = [_figures(*each, awaited, begin, end) for each in zip(traces, waits, strict=True)]
     seconds = max(end - begin, 0) / 1e9
     links = _links(traces)
@@ -157,10 +158,11 @@ def _figures(trace: RankTrace, waits: Waits, awaited: dict[int, int], begin: int
     on_main = trace.on_main
     share = _share_within(trace, begin, end)
     waiting = float((waits.nanoseconds * share)[on_main].sum()) / 1e9
-    elsewhere = trace.operations[~on_main & (trace.operations["thread"] != trace.identity["thread"])]
-    beside = (elsewhere["left"] - elsewhere["started"]).sum() - (
-        trace.blocked_until(elsewhere["left"]) - trace.blocked_until(elsewhere["started"])
-    ).sum()
+    elsewhere = trace.operations[trace.operations["thread"] != trace.identity["thread"]]
+    # Operations of several threads at once count once: each from the end of those before it.
+    ends = np.maximum.accumulate(np.clip(elsewhere["left"], begin, end))
+    begins = np.maximum(elsewhere["started"], np.concatenate([[begin], ends])[:-1]).clip(max=ends)
+    beside = (ends - begins - trace.blocked_until(ends) + trace.blocked_until(begins)).sum()
     return RankFigures(
         trace.rank, trace.node, busy, waiting, max(blocked - waiting, 0.0), float(max(beside, 0)) / 1e9,
         core_time / core_busy if core_busy else math.nan, awaited[trace.rank] / 1e9,
@@ -226,10 +228,8 @@ def _cause(
     loss, sentence = max(found)
     if loss >= _SMALL * seconds:
         return sentence
-    shares = {kind: sum(each.busy[kind] for each in ranks) / len(ranks) / seconds for kind in _BUSY}
-    shares |= {
-        name: sum(getattr(each, name) for each in ranks) / len(ranks) / seconds for name in ("waiting", "moving")
-    }
+    times = [{**each.busy, "waiting": each.waiting, "moving": each.moving} for each in ranks]
+    shares = {kind: sum(each[kind] for each in times) / len(ranks) / seconds for kind in times[0]}
     return "no rank stands out: " + ", ".join(
         f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005
     )

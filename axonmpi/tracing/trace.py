@@ -18,9 +18,10 @@ from ..launch.topology import Topology
 from ..record import Phase, describe, own_record, phase
 from ..record.trace_file import FILE_NAME
 from ..utils.arguments import check_flags, integer
-from ..utils.text import name_ranks
+from ..utils.text import text_of_problems
 from .clocks import BACK, THERE
-from .merge import PROFILE_NAME, merge
+from .merge import MERGED_NAME, PROFILE_NAME, merge
+from .rank_trace import trace_files
 from .summary import LINK, Summary
 
 _MOST_MESSAGES, _QUICK, _SPREAD = 1024, 32, 1.2
@@ -66,9 +67,10 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None and self._runs:
-            self.end()
-        else:
+        try:
+            if error is None and self._runs:
+                self.end()
+        finally:  # another rank may have failed
             self.stop()
 
     def step(self) -> None:
@@ -117,18 +119,19 @@ class Trace:
             "wall_clock": time.time_ns() - time.monotonic_ns(),
         }
         self._on_all(own_record().begin_trace, folder, identity)
+        self._on_all(_check_visible, folder)
         self._runs = True
         if self._profiler is not None:
             self._profiler.start()
-        self._on_all(_check_visible, folder)
         self._measure_network()
 
     def end(self) -> None:
         """End the trace and write the merged file, on rank 0; collective.
 
         Raises:
-            OSError: Rank 0 cannot write the file; on all ranks.
+            OSError: Rank 0 cannot read the traces, or cannot write the file; on all ranks.
         """
+        self._backend.barrier()  # traced: the wait for a rank that is late at the end
         self._measure_network()
         self.stop()
         self._backend.barrier()
@@ -152,12 +155,11 @@ class Trace:
         if args[0] is not None:
             try:
                 function(*args)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
-        problems = {rank: text for rank, text in enumerate(all_gather_object(self._backend, problem)) if text}
-        if problems:
-            self.stop()
-            raise OSError(f"trace in {self.folder}: {name_ranks(problems)}: {next(iter(problems.values()))}")
+        if text := text_of_problems(all_gather_object(self._backend, problem)):
+            own_record().end_trace()
+            raise OSError(f"trace in {self.folder}: {text}")
 
     def _measure_network(self) -> None:
         """Align the nodes' clocks, and measure the way from each node to the next, by messages; collective."""
@@ -231,8 +233,8 @@ def checked_steps(steps: object) -> range | None:
 def _prepare(folder: Path) -> None:
     """Make the folder, and remove the files of an earlier trace."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("rank-*.*"):
-        path.unlink()
+    for path in (*trace_files(folder), *folder.glob(PROFILE_NAME.format("[0-9]*")), folder / MERGED_NAME):
+        path.unlink(missing_ok=True)
 
 
 def _check_visible(folder: Path) -> None:

@@ -1,16 +1,20 @@
 """Traces of ranks: every operation, waiting apart from moving, and the rank that the others wait for."""
 
+import errno
 import json
+import os
 import time
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import axonmpi as ax
+from axonmpi.record import trace_file
 from axonmpi.tracing.merge import MERGED_NAME, merge
 
 PAUSE = 0.2
@@ -225,3 +229,71 @@ def test_an_error_ends_the_trace_of_its_rank_alone(world: ax.World, shared_tmp_p
     world.barrier()
     if world.is_main:
         assert merge(shared_tmp_path / "trace").seconds > 0
+
+
+@pytest.mark.ranks(3)
+def test_a_pause_at_the_end_is_waited_for(world: ax.World, shared_tmp_path: Path) -> None:
+    pair = world.new_group([0, 2])
+    with ax.trace(shared_tmp_path / "trace") as trace:
+        if world.rank == 2:
+            time.sleep(PAUSE)
+        if world.rank in (0, 2):
+            pair.all_reduce(torch.ones(1))
+    if world.is_main:
+        assert trace.summary is not None
+        assert trace.summary.cause.startswith("rank 2 works outside of all phases")
+        assert [round(each.waiting, 1) for each in trace.summary.ranks] == [PAUSE, PAUSE, 0]
+        assert trace.summary.ranks[2].awaited > 0.9 * PAUSE
+
+
+@pytest.mark.ranks(2)
+def test_what_threads_hide_counts_once(world: ax.World, shared_tmp_path: Path) -> None:
+    groups = [world.new_group(range(world.size)) for _ in range(3)]
+    with ax.trace(shared_tmp_path / "trace") as trace:
+        works = [group.all_reduce(torch.ones(1), async_op=True) for group in groups] if world.is_main else []
+        time.sleep(PAUSE)
+        works = works or [group.all_reduce(torch.ones(1), async_op=True) for group in groups]
+        for work in works:
+            work.wait()
+    if world.is_main:
+        assert trace.summary is not None
+        assert trace.summary.ranks[0].hidden == pytest.approx(PAUSE, abs=0.05)
+
+
+@pytest.mark.ranks(2)
+def test_only_files_of_an_earlier_trace_are_removed(world: ax.World, shared_tmp_path: Path) -> None:
+    own = [shared_tmp_path / name for name in ("rank-0.txt", "rank-0.model.trace", "rank-a.profile")]
+    if world.is_main:
+        for path in (*own, shared_tmp_path / "rank-7.trace"):
+            path.touch()
+    world.barrier()
+    with ax.trace(shared_tmp_path):
+        world.barrier()
+    assert all(path.exists() for path in own)
+    assert not (shared_tmp_path / "rank-7.trace").exists()
+
+
+@pytest.mark.ranks(2)
+def test_a_begin_that_fails_on_one_rank_leaves_none_traced(
+    world: ax.World, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = os.posix_fallocate
+
+    def full(*args: int) -> None:
+        if ax.rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    def patch(module: object) -> None:
+        world.barrier()
+        if world.local_rank == 0 or not is_mock:
+            monkeypatch.setattr(trace_file, "os", module)
+        world.barrier()
+
+    is_mock = world.default_group.backend.name == "mock"
+    patch(SimpleNamespace(**{**vars(os), "posix_fallocate": full}))
+    with pytest.raises(OSError, match=r"rank 1: .*No space left"), ax.trace(shared_tmp_path):
+        pytest.fail("not reached")
+    patch(os)
+    with ax.trace(shared_tmp_path):
+        world.barrier()
